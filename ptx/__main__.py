@@ -3,6 +3,7 @@
     scripts/ptx                                   # all nodes of the table of cases, products and attentions
     scripts/ptx --only softmax,product --sizes 1  # by the beginnings of their names; the largest sizes of each
     scripts/ptx --share 3/10                      # the fourth tenth of all
+    scripts/ptx --built-in 32                     # kernels for this size of all symbols, and for no other
     scripts/ptx --json out.json
     scripts/ptx train --only gpt --steps 20       # models, on a CUDA device whose driver executes PTX
 
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--dtypes", default=DTYPES, help=f"default {DTYPES}")
     parser.add_argument("--sizes", type=int, default=2, help="so many of each node, at most")
     parser.add_argument("--share", default="0/1", help="number of a share, from 0, and how many there are")
+    parser.add_argument("--built-in", type=int, default=0, help="kernels for this size of all symbols, built in")
     parser.add_argument("--json", type=Path, help="a file for the counts")
     options = parser.parse_args()
     import torch  # behind Triton, which is not to be interpreted here
@@ -48,15 +50,17 @@ def main() -> int:
         parser.error(f"expected names of nodes such as softmax, found {options.only!r}")
     for item in work[share::shares]:
         told = len(outcome.findings)
-        execute(item, outcome, options.sizes)
+        execute(item, outcome, options.sizes, options.built_in)
         for text in outcome.findings[told:]:
             print(text, flush=True)
     counts = {**outcome.counts, "opcodes": len(outcome.opcodes), "seconds": round(time.monotonic() - began)}
     print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
     if options.json is not None:
         findings = {"findings": sorted(outcome.findings), "opcodes": sorted(outcome.opcodes)}
-        row = {"command": f"scripts/ptx --share {options.share} --sizes {options.sizes}"}
-        keep(options.json, f"share {options.share}", {**row, "counts": dict(sorted(counts.items())), **findings})
+        size = f"--built-in {options.built_in}" if options.built_in else f"--sizes {options.sizes}"
+        name = f"built-in {options.built_in}, " * bool(options.built_in) + f"share {options.share}"
+        row = {"command": f"scripts/ptx --share {options.share} {size} --dtypes {options.dtypes}"}
+        keep(options.json, name, {**row, "counts": dict(sorted(counts.items())), **findings})
     return int(any(outcome.counts[name] for name in WRONG))
 
 

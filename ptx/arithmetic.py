@@ -52,6 +52,16 @@ def flushed(x: Array) -> Array:
     return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x) if x.dtype == np.float32 else x
 
 
+def canonical(x: Array) -> Array:
+    """Every NaN with the same bits: hardware gives no other, whatever it was made from."""
+    return np.where(np.isnan(x), _NAN[x.dtype], x)
+
+
+_NAN = {
+    np.dtype(f"f{size}"): np.array((1 << (8 * size - 1)) - 1, f"u{size}").view(f"f{size}") for size in (2, 4, 8)
+}  # all bits but the sign's
+
+
 # ---- rounding -------------------------------------------------------------------------------------------
 
 _WIDER = {np.dtype(np.float16): np.float64, np.dtype(np.float32): np.float64, np.dtype(np.float64): np.longdouble}
@@ -89,7 +99,7 @@ def _float(function: Callable[..., Array]) -> Callable[..., Array]:
         found = flushed(found) if "ftz" in words else found
         if "sat" in words:
             found = np.where(np.isnan(found), dtype.type(0), np.clip(found, 0, 1))
-        return found.astype(dtype)
+        return canonical(found.astype(dtype))
 
     return computed
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ptx.device import Heap
@@ -28,6 +29,7 @@ class Executed:
 
     modules: dict[int, tuple[Program, dict[str, int]]] = field(default_factory=dict)  # with places of named memory
     names: dict[int, str] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
     launches: Counter[int] = field(default_factory=Counter)  # by module
     problems: list[str] = field(default_factory=list)
 
@@ -56,6 +58,7 @@ class ExecutingDriver:
             named[name] = memory.ctypes.data
             self._heap.write(named[name], data)
         self.seen.modules[module] = program, named
+        self.seen.texts[module] = text
         self.seen.names[module] = text.partition(".entry ")[2].partition("(")[0].strip()
         return 0
 
@@ -65,7 +68,7 @@ class ExecutingDriver:
         kinds = [{4: ctypes.c_uint32, 8: ctypes.c_uint64}[p.size] for p in program.parameters]
         given = tuple(kind.from_address(place or 0).value for kind, place in zip(kinds, places, strict=True))
         self.seen.launches[module] += 1
-        races = len(self._heap.conflicts.races)
+        self._heap.conflicts.races.clear()
         try:
             run(program, Launch(blocks, threads, shared, given), self._heap, self._heap.conflicts, named)
         except Unsupported as error:
@@ -74,9 +77,18 @@ class ExecutingDriver:
             return self._refuse(module, ASSERTED, str(error))
         except Fault as error:
             return self._refuse(module, ILLEGAL_ADDRESS, str(error))
-        for text in self._heap.conflicts.races[races:]:
+        for text in set(self._heap.conflicts.races):
             self._refuse(module, 0, text)
         return 0
+
+    def change(self, change: Callable[[str], str]) -> int:
+        """Put other code in the place of what is loaded; how many kernels differ. To see that a wrong one is found."""
+        count = 0
+        for module, text in self.seen.texts.items():
+            changed = change(text)
+            count += changed != text
+            self.seen.modules[module] = parse(changed), self.seen.modules[module][1]
+        return count
 
     def _refuse(self, module: int, code: int, why: str) -> int:
         self.seen.problems.append(f"{self.seen.names[module]}: {why}")

@@ -24,6 +24,8 @@ WARP = 32
 MOST_STEPS = 3_000_000  # instructions of a launch: a loop that does not end
 _SPACES = ("global", "shared", "local", "param")
 Array = Any
+# Of NVIDIA's libdevice, which are not inlined. This one gets the absolute value of a base, and no special numbers.
+FUNCTIONS: dict[str, Callable[..., Array]] = {"__internal_accurate_pow": np.power}
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Machine:
         self.shared = Tracked(launch.blocks * self._shared_size, conflicts, "shared memory")
         self.shared.valid[:] = True
         self._local = np.zeros((self.lanes, max(self._local_size, 1)), np.uint8)
+        self._passed: dict[str, Array] = {}  # parameters and results of calls
         self._carry = np.zeros(self.lanes, np.uint64)
         self._copies: list[tuple[str, tuple[Array, ...]]] = []  # asynchronous ones that nobody has waited for
         self._parameters = dict(zip((p.name for p in program.parameters), launch.arguments, strict=True))
@@ -300,6 +303,9 @@ class Machine:
         kind, space = item.opcode[-1], self._space(item)
         if space == "param":
             assert isinstance(source, Address)
+            if source.base in self._passed:  # the result of a call
+                self._write(to, self._passed[source.base].view(f"u{SIZES[kind]}"), mask)
+                return
             value = self._parameters[source.base] % (1 << (8 * SIZES[kind]))
             self._write(to, np.full(self.lanes, value, f"u{SIZES[kind]}"), mask)
             return
@@ -318,6 +324,8 @@ class Machine:
         to, source = item.operands
         kind, space = item.opcode[-1], self._space(item)
         if space == "param":  # of a call
+            assert isinstance(to, Address)
+            self._passed[to.base] = self._read(source, kind).copy()
             return
         parts = source if isinstance(source, tuple) else (source,)
         size = SIZES[kind]
@@ -470,9 +478,13 @@ class Machine:
     # ---- the rest ------------------------------------------------------------------------------------------
 
     def _do_call(self, item: Instruction, mask: Array) -> None:
-        if item.operands[0] != "__assertfail":
-            raise Unsupported(f"a call of {item.operands[1]}")
-        raise AssertionError("the kernel's own assertion failed")
+        if item.operands[0] == "__assertfail":
+            raise AssertionError("the kernel's own assertion failed")
+        (result,), name, given = item.operands
+        if name not in FUNCTIONS:
+            raise Unsupported(f"a call of {name}")
+        values = [self._passed[str(place)].view(np.float64) for place in given]
+        self._passed[str(result)] = FUNCTIONS[str(name)](*values)
 
     def _do_trap(self, item: Instruction, mask: Array) -> None:
         raise Fault("trap")

@@ -20,5 +20,5 @@ def keep(path: Path, name: str, found: Mapping[str, Any]) -> None:
     """Put a row in the place of the one with its name."""
     facts = {"commit": commit(), "machine": machine(), "triton": triton.__version__, "target": ARCHITECTURE}
     before = json.loads(path.read_text()) if path.exists() else {}
-    kept = {key: value for key, value in before.items() if key.startswith(("share", "train"))}
+    kept = {key: value for key, value in before.items() if key.startswith(("share", "train", "built-in"))}
     save(path, "ptx", command="scripts/ptx", **kept | {name: {**facts, **found}})

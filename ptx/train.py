@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,13 +33,13 @@ import autofuse  # noqa: E402
 from autofuse.daemon import control  # noqa: E402
 from autofuse.runtime.session import running_session  # noqa: E402
 from autofuse.runtime.usage import usage_of  # noqa: E402
+from autofuse.strategies.enumeration import PARTS  # noqa: E402
+from autofuse.tuner.strategy_provider import STRATEGY  # noqa: E402
 from ptx.driver import ExecutingDriver  # noqa: E402
 from ptx.results import keep  # noqa: E402
 from ptx.tuner import UnracedTuner  # noqa: E402
 
 DRIVER = ExecutingDriver(HEAP)
-
-Batch = Callable[[int], tuple[Tensor, Tensor]]  # step -> input, target
 
 
 class Block(nn.Module):
@@ -124,11 +125,24 @@ def _rows(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(9, 24, generator=source), torch.randint(0, 7, (9,), generator=source)
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
-    "gpt": (Gpt, _tokens),
-    "gpt_lengths": (Gpt, _lengths),
-    "cnn": (Cnn, _images),
-    "small": (Small, _rows),
+@dataclass(frozen=True)
+class Training:
+    """A model, what it is given at each step, and how it is trained."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Tensor, Tensor]]  # step -> input, target
+    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=3e-3)
+    autocast: torch.dtype | None = None
+
+
+_sgd = partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True)
+_fused = partial(torch.optim.AdamW, lr=3e-3, fused=True)  # its counters are on the device
+MODELS = {
+    "gpt": Training(Gpt, _tokens),
+    "gpt_bfloat16": Training(Gpt, _tokens, _fused, torch.bfloat16),
+    "gpt_lengths": Training(Gpt, _lengths, partial(torch.optim.Adam, lr=3e-3, amsgrad=True)),
+    "cnn": Training(Cnn, _images, _sgd),
+    "small": Training(Small, _rows),
 }
 
 
@@ -176,6 +190,10 @@ class Trained:
         )
         return own / max(theirs, LEAST * max(map(abs, self.exact)))
 
+    def fused(self, operations: str) -> int:
+        """Calls of such nodes that ran a kernel, whatever their sizes."""
+        return sum(node.fused for node in self.nodes if node.operations == operations)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "steps": len(self.losses),
@@ -187,24 +205,32 @@ class Trained:
             "launches": sum(self.kernels.values()),
             "calls of nodes": sum(node.calls for node in self.nodes),
             "of them by kernels": sum(node.fused for node in self.nodes),
-            "eager": {node.operations: node.reason for node in self.nodes if not node.fused},
+            "eager": {node.operations: node.reason for node in self.nodes if not self.fused(node.operations)},
             "problems": self.problems,
             "seconds": round(self.seconds),
         }
 
 
-def steps(model: nn.Module, batch: Batch, count: int) -> Iterator[float]:
-    """Losses of so many steps of AdamW."""
+def steps(model: nn.Module, how: Training, count: int) -> Iterator[float]:
+    """Losses of so many steps. At every other one the inputs lie beside aligned places."""
     first = next(model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = how.optimizer(model.parameters())
+    is_mixed = how.autocast is not None and first.dtype == torch.float32
     for step in range(count):
-        given, wanted = (t.to(first.device) for t in batch(step))
-        given = given.to(first.dtype) if given.is_floating_point() else given
-        loss = model(given, wanted)
+        given, wanted = (_laid(t, step % 2, first) for t in how.batch(step))
+        with torch.autocast(first.device.type, how.autocast, enabled=is_mixed):
+            loss = model(given, wanted)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         yield loss.item()
+
+
+def _laid(tensor: Tensor, shift: int, like: Tensor) -> Tensor:
+    """On a parameter's device, in its dtype where it is of floats, ``shift`` elements behind an aligned place."""
+    dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
+    place = torch.empty(tensor.numel() + shift, dtype=dtype, device=like.device)
+    return place[shift:].view(tensor.shape).copy_(tensor)
 
 
 @contextmanager
@@ -223,19 +249,19 @@ def _unraced(store: Path) -> Iterator[UnracedTuner]:
 def train(name: str, count: int) -> Trained:
     """Train a model for so many steps, three times. Raises what the tuner raised."""
     began, found = time.monotonic(), Trained()
-    make, batch = MODELS[name]
+    how = MODELS[name]
     torch.manual_seed(0)
-    twin = make()
+    twin = how.make()
     exact, eager, ours = (copy.deepcopy(twin) for _ in range(3))
-    found.exact = list(steps(exact.double(), batch, count))
-    found.eager = list(steps(eager.cuda(), batch, count))
+    found.exact = list(steps(exact.double(), how, count))
+    found.eager = list(steps(eager.cuda(), how, count))
     DRIVER.seen.launches.clear()
     DRIVER.seen.problems.clear()
     with tempfile.TemporaryDirectory(prefix="autofuse-ptx-") as folder:
         store = Path(folder) / "store.sqlite3"
         settings = {"capture__at_once": True, "tuner__shared_folder": folder}
         with _unraced(store) as tuner, autofuse.session(store=store, tune="wait", **settings):
-            found.losses = list(steps(ours.cuda(), batch, count))
+            found.losses = list(steps(ours.cuda(), how, count))
             _note_nodes(found, tuner)
     if tuner.failure is not None:
         raise tuner.failure
@@ -252,6 +278,9 @@ def _note_nodes(found: Trained, tuner: UnracedTuner) -> None:
     session = running_session()
     assert session is not None
     reasons = {made.key.fusion_id: made.reason + f": {made.detail}" * (made.reason != "won") for made in tuner.answers}
+    for made in tuner.answers:
+        if made.candidate.config == ((STRATEGY, PARTS),):
+            reasons[made.key.fusion_id] = "its parts run one by one"
     for total in usage_of(session.context.routers).nodes.values():
         node = total.node
         reason = "covered by a group" if node.covered else reasons.get(node.fusion_id, "not asked for")

@@ -45,6 +45,7 @@ class Work:
     sizes: tuple[Sizes, ...]
     loose: bool = False
     config: Mapping[str, object] = field(default_factory=dict)  # of a product's small tiles
+    sizes_are_any: bool = False  # the table names none for this node: others do as well
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}"
@@ -55,6 +56,7 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
     opcodes: set[str] = field(default_factory=set)
+    skipped: list[str] = field(default_factory=list)
 
     def find(self, kind: str, text: str) -> None:
         self.counts[kind] += 1
@@ -73,7 +75,8 @@ def all_work(dtypes: Sequence[str] = DTYPES, beginnings: tuple[str, ...] = ()) -
                 continue
             form = case.form(getattr(torch, dtype))
             sizes = case.sizes or cases.SIZES_BY_SYMBOLS[len(form.symbols)]
-            yield Work(name, dtype, form, _named(form, sizes), name in cases.LOOSE_SPECIALS)
+            loose, is_any = name in cases.LOOSE_SPECIALS, not case.sizes
+            yield Work(name, dtype, form, _named(form, sizes), loose, sizes_are_any=is_any)
     for label, table, config in (
         ("product", test_matmul.CASES, test_matmul.SMALL),
         ("attention", test_attention.CASES, test_attention.SMALL),
@@ -91,16 +94,20 @@ def _named(form: NodeForm, sizes: object) -> tuple[Sizes, ...]:
     return tuple(dict(zip(form.symbols, values, strict=True)) for values in sizes)  # type: ignore[call-overload]
 
 
-def execute(work: Work, outcome: Outcome, most_sizes: int) -> None:
-    """Compile and run a node at its largest sizes; what happens is noted in ``outcome``."""
+def execute(work: Work, outcome: Outcome, most_sizes: int, built_in: int = 0) -> None:
+    """Compile and run a node at its largest sizes; what happens is noted in ``outcome``.
+
+    ``built_in``: instead, the kernel that is made for this size of all symbols and for no other.
+    """
     outcome.counts["nodes"] += 1
     by_source: dict[TritonSource, list[Sizes]] = {}
     largest = sorted(work.sizes, key=lambda values: -math.prod(values.values()))  # several warps and tiles
-    for values in largest[:most_sizes]:
+    for values in [dict.fromkeys(work.form.symbols, built_in)] if built_in else largest[:most_sizes]:
         try:
             knobs = GENERATOR.knobs(work.form, values, values)
             config = make_config({**dict(default_config(knobs)), **work.config})
-            by_source.setdefault(GENERATOR.source(work.form, config, {}), []).append(values)
+            source = GENERATOR.source(work.form, config, values if built_in else {})
+            by_source.setdefault(source, []).append(values)
         except (ShapeError, AutofuseError) as error:
             outcome.find("refused", f"{work} {dict(values)}: {error}")
     for source, sizes in by_source.items():
@@ -112,7 +119,13 @@ def execute(work: Work, outcome: Outcome, most_sizes: int) -> None:
         outcome.counts["kernels"] += len(kernel.programs)
         outcome.opcodes |= kernel.opcodes
         for values in sizes:
-            _run_all(work, kernel, values, outcome)
+            try:
+                _run_all(work, kernel, values, outcome)
+            except (RuntimeError, IndexError) as error:
+                if not built_in:
+                    raise
+                outcome.counts["without such a size"] += 1  # in torch's words
+                outcome.skipped.append(f"{work}: {error}")
         for text in kernel.conflicts.races:
             outcome.find("races", f"{work}: {text}")
         outcome.counts["kernels with duplicates"] += bool(kernel.conflicts.counts["duplicates"])

@@ -177,6 +177,10 @@ class Reducer:
         self.keeps_nan = floating and kind in ("max", "min")
 
     @property
+    def adds_floats(self) -> bool:
+        return self.kind == "sum" and is_float(self.total)
+
+    @property
     def neutral(self) -> str:
         if self.kind in ("sum", "any"):
             return literal(0, self.total)
@@ -281,6 +285,14 @@ def af_checked(index, size, mask):
     return tl.where(is_inside, index, 0)
 """
 
+# A number that the compiler does not know to be one: the second number of a program is always 0. Where each lane holds one
+# product, the compiler would round once for it and the first addition of a sum over lanes, so that two lanes get
+# different sums: a = fma(x, x, y * y) here, b = fma(y, y, x * x) there. All lanes of a row are to hold the same bits.
+_APART = """@triton.jit
+def af_apart(x):
+    return tl.where(tl.program_id(1) == 0, x, 0.0)
+"""
+
 _LOGADDEXP = """@triton.jit
 def af_logaddexp(a, b):
     low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -297,4 +309,5 @@ HELPERS: tuple[tuple[str, str], ...] = (  # (name that must occur in the text, i
     ("af_logaddexp", _LOGADDEXP),
     ("af_uniform", _UNIFORM),
     ("af_checked", _CHECKED),
+    ("af_apart", _APART),
 )

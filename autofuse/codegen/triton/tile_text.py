@@ -318,6 +318,8 @@ class TileText:
         lines = []
         if not self.regions[self.kernel.values[number].args[0]].cols:
             argument = broadcast(argument)
+        if reducer.adds_floats and not self.mask(False, True):
+            argument = f"af_apart({argument})"
         if reducer.keeps_nan or not argument.isidentifier():
             lines.append(f"a{number} = {argument}")
             argument = f"a{number}"

@@ -1,0 +1,252 @@
+"""Proofs that compiled kernels are free of races and deadlocks, by SentryWard.
+
+    scripts/gpu-static --proofs                       # all nodes of the table of cases and products, sm_80 and sm_90
+    scripts/gpu-static --proofs --only softmax --targets cuda:90
+    scripts/gpu-static --proofs --minutes 20          # goes on where an earlier call stopped
+
+In: nodes and targets. Out: a `Proof` of each kernel, and the file of results. A proof is of all schedules of one launch:
+each pair of accesses to shared or global memory of which one writes is ordered, and all threads meet at the same
+barriers. Guarantee: nothing is proved of values, bounds, other launches, or what the assembler makes of PTX. What the
+prover does not know, or has no time or memory for, never counts as proved. Where it finds two writes without order, our
+own executor runs the launch and sees whether they are of one value. Source: SentryWard 0.1.1 (Apache-2.0, PyPI).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton  # noqa: F401
+
+from autofuse.codegen.knobs import default_config
+from autofuse.codegen.reference import make_inputs
+from autofuse.codegen.call import allocate
+from autofuse.codegen.triton.compile import Compiled, compiled_kernels
+from autofuse.codegen.triton.source import TritonSource, natural_assumptions, resolve
+from autofuse.errors import AutofuseError, CompilerError, ShapeError
+from autofuse.ir.records import make_config
+from benchmarks.common import commit, machine
+from ptx.kernels import PtxKernel
+from ptx.memory import Fault
+from ptx.text import Unsupported
+from ptx.work import GENERATOR, Work, all_work
+
+TARGETS = ("cuda:80", "cuda:90")
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gpu_static.json"
+FREE, RACE = "race_free", "potential_race"
+DUPLICATES = "duplicates"  # unordered writes of one value
+SECONDS, MEBIBYTES = 15, 3000
+BLOCKS = range(2, 5)  # with one, nothing is seen between blocks; with many the prover ends too late
+MOST_LAUNCHES = 2  # that are tried where time is short
+# Ragged, and few: of as many symbols as a node has.
+SIZES = {1: ((700,), (70,)), 2: ((3, 700), (5, 33), (33, 5)), 3: ((1, 3, 700), (1, 5, 33), (3, 5, 9))}
+_ENTRY = re.compile(r"\.visible \.entry \w+\(\s*(.*?)\s*\)", re.DOTALL)
+_PARAMETER = re.compile(r"\.param \.(\w+)[^,]*?(\w+)\s*(?:,|$)")
+_OF_TARGET = re.compile(r"^\.(version|target).*$|^//.*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known of one kernel of a node."""
+
+    case: str
+    target: str
+    kernel: str
+    sizes: tuple[int, ...]
+    blocks: int
+    result: str  # "race_free", "duplicates", or why nothing is proved: "unsupported", "timeout", ...
+    reason: str = ""
+
+    @property
+    def is_free(self) -> bool:
+        return self.result == FREE
+
+
+def prover() -> Path | None:
+    """The program of the installed package; None where it is not installed."""
+    found = importlib.util.find_spec("sentryward")
+    path = Path(str(found and found.origin)).parent / "_native" / "sentryward-ptx"
+    return path if path.exists() else None
+
+
+# ---- one node --------------------------------------------------------------------------------------------
+
+
+def proofs_of(work: Work, target: str) -> Iterator[Proof]:
+    """Of each kernel of a node, at the first sizes at which all of them are settled in time. Raises AutofuseError."""
+    found: list[Proof] = []
+    for values, source in _launches(work)[:MOST_LAUNCHES]:
+        found = list(_prove(work, values, source, target))
+        if not any(proof.result in ("timeout", "memory_budget_exceeded") for proof in found):
+            break
+    yield from found
+
+
+def _launches(work: Work) -> list[tuple[Mapping[str, int], TritonSource]]:
+    """Sizes with the source for them: those first whose launches have several blocks, then by their threads."""
+    symbols = work.form.symbols
+    own = () if work.sizes_are_any else tuple(tuple(values.values()) for values in work.sizes)
+    found = []
+    for sizes in own or SIZES.get(len(symbols), ()) or ((5,) * len(symbols),):
+        values = dict(zip(symbols, sizes, strict=True))
+        try:
+            config = default_config(GENERATOR.knobs(work.form, values, values))
+            source = GENERATOR.source(work.form, make_config({**dict(config), **work.config}), {})
+            grids = [launch.grid for launch in resolve(source, values).launches]
+        except ShapeError:
+            continue
+        most = max(grids, default=0)
+        if most:
+            found.append(((most not in BLOCKS, most * source.num_warps), values, source))
+    return [(values, source) for _, values, source in sorted(found, key=lambda item: item[0])]
+
+
+def _prove(work: Work, values: Mapping[str, int], source: TritonSource, target: str) -> Iterator[Proof]:
+    assumed = natural_assumptions(source.symbols, values)
+    kernels = {found.number: found for found in compiled_kernels(source, target, [assumed])}
+    for launch in resolve(source, values).launches:
+        kernel = kernels[launch.number]
+        kinds = [a.kind for a in source.passes[launch.number].arguments]
+        config = _config(kernel, launch.grid, kinds, launch.scalars)
+        result, reason = _verdict(_OF_TARGET.sub("", kernel.kernel.asm["ptx"]), json.dumps(config))
+        if result == RACE:
+            result, reason = _looked_at(work, values, source, target, reason)
+        name = kernel.kernel.metadata.name
+        yield Proof(str(work), target, name, tuple(values.values()), launch.grid, result, reason)
+
+
+def _config(kernel: Compiled, grid: int, kinds: Sequence[str], scalars: Sequence[int]) -> dict[str, Any]:
+    """The prover's record of a launch: pointers are left out."""
+    left = iter(scalars)
+    given = [None if kind in ("param", "scratch") else next(left) for kind in kinds]
+    entry = _ENTRY.search(kernel.kernel.asm["ptx"])
+    assert entry is not None
+    return {
+        "schema": "spverify.kernel-input/v1",
+        "launch": {
+            "grid_dim": [grid, 1, 1],
+            "block_dim": [kernel.resources.threads, 1, 1],
+            "dynamic_shared_bytes": kernel.resources.shared_bytes,
+        },
+        "arguments": [
+            {"parameter": name, "type": kind, "value": number}
+            for (kind, name), number in zip(_PARAMETER.findall(entry[1]), given, strict=False)
+            if number is not None
+        ],
+    }
+
+
+@functools.cache
+def _verdict(text: str, config: str) -> tuple[str, str]:
+    """The prover's result and reason. Cached: code for two targets often differs in the head alone."""
+    program = prover()
+    if program is None:
+        raise RuntimeError("expected SentryWard, found none; install it with: pip install sentryward==0.1.1")
+    with tempfile.TemporaryDirectory(prefix="autofuse-proof-") as folder:
+        ptx, given = Path(folder) / "k.ptx", Path(folder) / "k.json"
+        ptx.write_text(HEAD + text)
+        given.write_text(config)
+        words = ["--ptx", ptx, "--config", given, "--sync-threads", "1", "--rss-limit-mib", str(MEBIBYTES)]
+        words += ["--timeout-seconds", str(SECONDS)]
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=10 * SECONDS)
+    try:
+        found = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        return "tool_failure", (done.stderr or done.stdout).strip()[-200:]
+    codes = (f"{item['code']}: {item['message']}" if "message" in item else item["code"] for item in found["diagnostics"])
+    return str(found["result"]), "" if found["result"] == FREE else next(codes, "")
+
+
+HEAD = ".version 8.7\n.target sm_90a\n"
+
+
+def _looked_at(
+    work: Work, values: Mapping[str, int], source: TritonSource, target: str, said: str
+) -> tuple[str, str]:
+    """What our executor sees of a launch in which the prover has found accesses without order."""
+    try:
+        kernel = PtxKernel.compile(source, [values], target)
+        outputs = [allocate(work.form.spec(ref), values, poison=True) for ref in work.form.outputs]
+        kernel(values, [*make_inputs(work.form, values, seed=1), *outputs])
+    except (Unsupported, Fault, AssertionError, MemoryError) as error:
+        return RACE, f"{said}; not executed: {error}"
+    if kernel.conflicts.races:
+        return RACE, kernel.conflicts.races[0]
+    twice = kernel.conflicts.counts["duplicates"]
+    return (DUPLICATES, f"{twice} bytes are written twice, with one value") if twice else (RACE, f"{said}; none seen")
+
+
+# ---- all of them -----------------------------------------------------------------------------------------
+
+
+def counted(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """By target: kernels by result."""
+    return {
+        target: dict(sorted(Counter(row["result"] for row in rows if row["target"] == target).items()))
+        for target in sorted({str(row["target"]) for row in rows})
+    }
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/gpu-static --proofs", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="beginnings of names, separated by commas")
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--minutes", type=float, default=120.0, help="after which no new node is begun")
+    parser.add_argument("--anew", action="store_true", help="do not keep what is known of these nodes")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(words)
+    if prover() is None:
+        parser.error("expected SentryWard, found none; install it with: pip install sentryward==0.1.1")
+    began = time.monotonic()
+    document = json.loads(options.out.read_text()) if options.out.exists() else {}
+    rows = list(document.get("proofs", {}).get("rows", []))
+    for work in all_work(("float32",), tuple(filter(None, options.only.split(",")))):
+        for target in options.targets.split(","):
+            known = [row for row in rows if (row["case"], row["target"]) == (str(work), target)]
+            if (known and not options.anew) or time.monotonic() - began > 60 * options.minutes:
+                continue
+            rows = [row for row in rows if row not in known]
+            try:
+                made = [asdict(proof) for proof in proofs_of(work, target)]
+            except (AutofuseError, CompilerError) as error:
+                made = [asdict(Proof(str(work), target, "", (), 0, "not compiled", str(error).splitlines()[0]))]
+            for row in made:
+                if row["result"] not in (FREE,):
+                    print(*(row[name] for name in ("case", "target", "kernel", "sizes", "result", "reason")), flush=True)
+            rows += made
+            _keep(options.out, rows)
+    print(json.dumps(counted(rows)))
+    return int(any(row["result"] == RACE for row in rows))
+
+
+def _keep(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    document = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    proofs = {"command": "scripts/gpu-static --proofs", "commit": commit(), "machine": machine(), "bars": counted(rows)}
+    path.write_text(encoded({**document, "proofs": {**proofs, "rows": list(rows)}}))
+
+
+def encoded(document: Mapping[str, Any]) -> str:
+    """A line for each kernel."""
+
+    def lines(rows: Sequence[Any]) -> str:
+        return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]"
+
+    proofs = document["proofs"]
+    text = json.dumps({**document, "rows": "@rows", "proofs": {**proofs, "rows": "@proofs"}}, indent=1)
+    return text.replace('"@rows"', lines(document["rows"])).replace('"@proofs"', lines(proofs["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
