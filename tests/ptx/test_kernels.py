@@ -32,6 +32,11 @@ for name, change in changes.items():
     outcome = Outcome()
     execute(work, outcome, 1)
     found[name] = sorted(kind for kind in ("right", "wrong", "faults", "races") if outcome.counts[kind])
+kernels.parse = original
+(work,) = list(all_work(("float32",), ("add_layer_norm",)))[:1]
+outcome = Outcome()
+execute(work, outcome, 1, built_in=32)
+found["a product in each lane"] = sorted(kind for kind in ("right", "wrong", "faults", "races") if outcome.counts[kind])
 print(json.dumps(found))
 """
 
@@ -57,6 +62,8 @@ def test_a_spoilt_kernel_is_found() -> None:
     assert "races" in found["no barrier"]
     assert "faults" in found["other bound"] or "wrong" in found["other bound"]
     assert "wrong" in found["other number"]
+    # Contracted with the first addition over lanes, a product would be rounded in one lane and not in its neighbour.
+    assert found["a product in each lane"] == ["right"]
 
 
 def test_a_name_that_is_none() -> None:
