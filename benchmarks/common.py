@@ -162,6 +162,25 @@ def save(path: Path, name: str, *, encode: Callable[[Mapping[str, Any]], str] = 
     partial.replace(path)
 
 
+def encode_rows(document: Mapping[str, Any]) -> str:
+    """With a line for each row of ``rows``, here and one level further down."""
+    marks: dict[str, str] = {}
+
+    def marked(rows: Sequence[Any]) -> str:
+        mark = f"@{len(marks)}"
+        marks[f'"{mark}"'] = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]"
+        return mark
+
+    def folded(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: marked(value) if key == "rows" else value for key, value in part.items()}
+
+    parts = {key: folded(value) if isinstance(value, dict) else value for key, value in folded(document).items()}
+    text = json.dumps(parts, indent=1)
+    for mark, rows in marks.items():
+        text = text.replace(mark, rows)
+    return text
+
+
 def write(name: str, results: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     save(path, name, **results)

@@ -20,12 +20,12 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import arguments, chosen, commit, parse, print_end, save
+from common import arguments, chosen, commit, encode_rows, parse, print_end, save
 
 from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
@@ -108,12 +108,6 @@ def bars_of(rows: list[dict[str, Any]], refused: dict[str, str]) -> dict[str, An
     return found | {"refused": refused}
 
 
-def encoded(document: Mapping[str, Any]) -> str:
-    """A line for each kernel."""
-    rows = ",\n".join(json.dumps(row) for row in document["rows"])
-    return json.dumps({**document, "rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n]')
-
-
 def main() -> int:
     parser = arguments(__doc__, "gpu_static", quick="two cases", only="cases")
     parser.add_argument("--targets", default=",".join(TARGETS), help="separated by commas")
@@ -123,7 +117,8 @@ def main() -> int:
     began, disassembler = time.monotonic(), nvdisasm()
     targets = chosen(options.targets, TARGETS)
     names = chosen(options.only or (QUICK if options.quick else ""), sorted(ON_GPUS))
-    known = json.loads(options.out.read_text())["rows"] if options.out.exists() and not options.quick else []
+    before = json.loads(options.out.read_text()) if options.out.exists() and not options.quick else {}
+    known, proofs = before.get("rows", []), before.get("proofs")
     rows = [row for row in known if row["case"] not in names or row["target"] not in targets]
     refused: dict[str, str] = {}
     for name in names:
@@ -137,7 +132,8 @@ def main() -> int:
                 refused[f"{name}, {target}"] = str(error).splitlines()[0]
     bars = bars_of(rows, refused)
     rows.sort(key=lambda row: (row["case"], row["target"]))
-    save(options.out, "gpu_static", encode=encoded, bars=bars, rows=rows)
+    kept = {} if proofs is None else {"proofs": proofs}
+    save(options.out, "gpu_static", encode=encode_rows, bars=bars, rows=rows, **kept)
     print_end(bars, [], options.out, began)
     return 0
 

@@ -1,14 +1,14 @@
 """A CUDA device that has a CPU's memory: torch's own tensors, with eager's kernels of the CPU.
 
 In: nothing; `install` changes this process for good, and a torch without CUDA is needed. Out: a `Heap`, the device's
-memory, in which `torch.empty(..., device="cuda")` takes places. Tensors are torch's own in every respect: device, dispatch
-key, storage, autograd on a thread of its own. An operator that no other rule answers is run by the CPU's kernel on the
-same bytes, by the dispatcher's fallback for CUDA. Guarantee: fresh memory is full of `POISON`, memory that is given back
-belongs to nobody, and places are multiples of 512 bytes, as those of torch's allocator.
+memory, in which `torch.empty(..., device="cuda")` takes places. Tensors are torch's own in every respect: device,
+dispatch key, storage, autograd on a thread of its own. An operator that no other rule answers is run by the CPU's
+kernel on the same bytes, by the dispatcher's fallback for CUDA. Guarantee: fresh memory is full of `POISON`, memory
+that is given back belongs to nobody, and places are multiples of 512 bytes, as those of torch's allocator.
 
-What a CPU build of torch lacks is put in its place here, and nothing else: the guard of devices, events and streams that
-do nothing but read a clock, the properties of an A100, the allocation of strided tensors, pinned memory. Random numbers
-of the device are those of the CPU's generator.
+What a CPU build of torch lacks is put in its place here, and nothing else: the guard of devices, a stream that does
+nothing, events that read a clock, the properties of an A100, the allocation of strided tensors, pinned memory. Random
+numbers of the device are those of the CPU's generator.
 """
 
 from __future__ import annotations
@@ -271,12 +271,9 @@ def install(size: int = 32 << 20) -> tuple[Heap, Fallback]:
     fallback = Fallback(heap)
     libraries = torch.library.Library("_", "IMPL", "CUDA"), torch.library.Library("aten", "IMPL", "CUDA")
     libraries[0].fallback(fallback, "CUDA")  # type: ignore[attr-defined]
-    fallback.libraries = libraries  # type: ignore[attr-defined]
-    empty = functools.partial(_empty, heap)
-    libraries[1].impl("empty.memory_format", empty)
-    libraries[1].impl("empty_strided", lambda shape, strides, dtype=None, **rest: heap.empty(
-        tuple(shape), tuple(strides), dtype or torch.get_default_dtype()
-    ))  # fmt: skip
+    _KEPT.extend(libraries)
+    libraries[1].impl("empty.memory_format", functools.partial(_empty, heap))
+    libraries[1].impl("empty_strided", functools.partial(_empty_strided, heap))
     for name in CPUS:
         space, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, space), overload or "default")
@@ -288,3 +285,7 @@ def install(size: int = 32 << 20) -> tuple[Heap, Fallback]:
 def _empty(heap: Heap, shape: Any, dtype: Any = None, memory_format: Any = None, **rest: Any) -> torch.Tensor:
     like = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
     return heap.empty(tuple(shape), like.stride(), like.dtype)
+
+
+def _empty_strided(heap: Heap, shape: Any, strides: Any, dtype: Any = None, **rest: Any) -> torch.Tensor:
+    return heap.empty(tuple(shape), tuple(strides), dtype or torch.get_default_dtype())

@@ -1,8 +1,8 @@
 """A GPU's driver that executes PTX: what the package's own launcher calls, with the tensors' memory as it is.
 
-In: a `Heap` and the driver of the tests, which is a library in C under CUDA's name. Out: that library, which loads PTX as
-images and executes each launch at once, and what has happened. Guarantee: a launch reads its parameters from where the
-launcher has put them; one that faults, is not known, or fails its own assertion is refused with the error code that
+In: a `Heap` and the driver of the tests, which is a library in C under CUDA's name. Out: that library, which loads PTX
+as images and executes each launch at once, and what has happened. Guarantee: a launch reads its parameters from where
+the launcher has put them; one that faults, is not known, or fails its own assertion is refused with the error code that
 CUDA has for it, and noted. An order of launches on several streams, and work that is still under way, are not seen.
 """
 

@@ -377,7 +377,12 @@ class Machine:
         """The memory, places in it, who touches it, and in which stretch between two barriers."""
         block = self._block[mask]
         if space == "global":
-            return self._global.tracked, at - self._global.base, block, np.full(len(at), self._global.launches, np.int32)
+            return (
+                self._global.tracked,
+                at - self._global.base,
+                block,
+                np.full(len(at), self._global.launches, np.int32),
+            )
         if len(at) and (at.min() < 0 or at.max() >= self._shared_size):
             raise Fault(f"shared memory has {self._shared_size} bytes: {text}")
         return self.shared, at + block * self._shared_size, self._warp[mask], self._epoch[block]
@@ -425,6 +430,18 @@ class Machine:
             found[pointing, k] = self._load("shared", at[pointing] + 2 * k, 2, pointing, item.text)
         for n, part in enumerate(to):
             self._write(part, warps.matrix_part(found, n, "trans" in item.opcode), mask)
+
+    def _do_stmatrix(self, item: Instruction, mask: Array) -> None:
+        to, source = item.operands
+        parts = source if isinstance(source, tuple) else (source,)
+        at = self._address(to)
+        pointing = mask & (np.arange(self.lanes) % WARP < 8 * len(parts))
+        self._aligned(at[pointing], 16, item)
+        rows = np.zeros((self.lanes, 8), np.uint16)
+        for n, part in enumerate(parts):
+            warps.set_matrix(rows, n, self._read(part, "b32"), "trans" in item.opcode)
+        for k in range(8):
+            self._store("shared", at[pointing] + 2 * k, 2, rows[pointing, k], pointing, item.text)
 
     def _do_mma(self, item: Instruction, mask: Array) -> None:
         whole = mask.reshape(-1, WARP)

@@ -4,11 +4,11 @@
     scripts/gpu-static --proofs --only softmax --targets cuda:90
     scripts/gpu-static --proofs --minutes 20          # goes on where an earlier call stopped
 
-In: nodes and targets. Out: a `Proof` of each kernel, and the file of results. A proof is of all schedules of one launch:
-each pair of accesses to shared or global memory of which one writes is ordered, and all threads meet at the same
-barriers. Guarantee: nothing is proved of values, bounds, other launches, or what the assembler makes of PTX. What the
-prover does not know, or has no time or memory for, never counts as proved. Where it finds two writes without order, our
-own executor runs the launch and sees whether they are of one value. Source: SentryWard 0.1.1 (Apache-2.0, PyPI).
+In: nodes and targets. Out: a `Proof` of each kernel, and the file of results. A proof is of all schedules of one
+launch: each pair of accesses to shared or global memory of which one writes is ordered, and all threads meet at the
+same barriers. Guarantee: nothing is proved of values, bounds, other launches, or what the assembler makes of PTX. What
+the prover does not know, or has no time or memory for, never counts as proved. Where it finds two writes without order,
+our own executor runs the launch and sees whether they are of one value. Source: SentryWard 0.1.1 (Apache-2.0, PyPI).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from typing import Any
 
 import triton  # noqa: F401
 
+from autofuse.codegen.call import allocate
 from autofuse.codegen.knobs import default_config
 from autofuse.codegen.reference import make_inputs
-from autofuse.codegen.call import allocate
 from autofuse.codegen.triton.compile import Compiled, compiled_kernels
 from autofuse.codegen.triton.source import TritonSource, natural_assumptions, resolve
 from autofuse.errors import AutofuseError, CompilerError, ShapeError
 from autofuse.ir.records import make_config
-from benchmarks.common import commit, machine
+from benchmarks.common import commit, encode_rows, machine
 from ptx.kernels import PtxKernel
 from ptx.memory import Fault
 from ptx.text import Unsupported
@@ -54,7 +54,6 @@ MOST_LAUNCHES = 2  # that are tried where time is short
 SIZES = {1: ((700,), (70,)), 2: ((3, 700), (5, 33), (33, 5)), 3: ((1, 3, 700), (1, 5, 33), (3, 5, 9))}
 _ENTRY = re.compile(r"\.visible \.entry \w+\(\s*(.*?)\s*\)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param \.(\w+)[^,]*?(\w+)\s*(?:,|$)")
-_OF_TARGET = re.compile(r"^\.(version|target).*$|^//.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def _prove(work: Work, values: Mapping[str, int], source: TritonSource, target: 
         kernel = kernels[launch.number]
         kinds = [a.kind for a in source.passes[launch.number].arguments]
         config = _config(kernel, launch.grid, kinds, launch.scalars)
-        result, reason = _verdict(_OF_TARGET.sub("", kernel.kernel.asm["ptx"]), json.dumps(config))
+        result, reason = _verdict(body_of(kernel.kernel.asm["ptx"]), json.dumps(config))
         if result == RACE:
             result, reason = _looked_at(work, values, source, target, reason)
         name = kernel.kernel.metadata.name
@@ -148,6 +147,11 @@ def _config(kernel: Compiled, grid: int, kinds: Sequence[str], scalars: Sequence
     }
 
 
+def body_of(text: str) -> str:
+    """PTX without what names its target, and without comments."""
+    return re.sub(r"^\.(version|target).*$|^//.*$", "", text, flags=re.MULTILINE)
+
+
 @functools.cache
 def _verdict(text: str, config: str) -> tuple[str, str]:
     """The prover's result and reason. Cached: code for two targets often differs in the head alone."""
@@ -165,16 +169,17 @@ def _verdict(text: str, config: str) -> tuple[str, str]:
         found = json.loads(done.stdout)
     except json.JSONDecodeError:
         return "tool_failure", (done.stderr or done.stdout).strip()[-200:]
-    codes = (f"{item['code']}: {item['message']}" if "message" in item else item["code"] for item in found["diagnostics"])
-    return str(found["result"]), "" if found["result"] == FREE else next(codes, "")
+    if found["result"] == FREE:
+        return FREE, ""
+    first = next(iter(found["diagnostics"]), {"code": "no reason"})
+    message = str(first.get("message", "")).replace(folder + "/", "")
+    return str(found["result"]), f"{first['code']}: {message}".removesuffix(": ")
 
 
 HEAD = ".version 8.7\n.target sm_90a\n"
 
 
-def _looked_at(
-    work: Work, values: Mapping[str, int], source: TritonSource, target: str, said: str
-) -> tuple[str, str]:
+def _looked_at(work: Work, values: Mapping[str, int], source: TritonSource, target: str, said: str) -> tuple[str, str]:
     """What our executor sees of a launch in which the prover has found accesses without order."""
     try:
         kernel = PtxKernel.compile(source, [values], target)
@@ -223,8 +228,8 @@ def main(words: Sequence[str]) -> int:
             except (AutofuseError, CompilerError) as error:
                 made = [asdict(Proof(str(work), target, "", (), 0, "not compiled", str(error).splitlines()[0]))]
             for row in made:
-                if row["result"] not in (FREE,):
-                    print(*(row[name] for name in ("case", "target", "kernel", "sizes", "result", "reason")), flush=True)
+                if row["result"] != FREE:
+                    print(*(row[name] for name in ("case", "target", "kernel", "result", "reason")), flush=True)
             rows += made
             _keep(options.out, rows)
     print(json.dumps(counted(rows)))
@@ -234,18 +239,9 @@ def main(words: Sequence[str]) -> int:
 def _keep(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     document = json.loads(path.read_text()) if path.exists() else {"rows": []}
     proofs = {"command": "scripts/gpu-static --proofs", "commit": commit(), "machine": machine(), "bars": counted(rows)}
-    path.write_text(encoded({**document, "proofs": {**proofs, "rows": list(rows)}}))
-
-
-def encoded(document: Mapping[str, Any]) -> str:
-    """A line for each kernel."""
-
-    def lines(rows: Sequence[Any]) -> str:
-        return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]"
-
-    proofs = document["proofs"]
-    text = json.dumps({**document, "rows": "@rows", "proofs": {**proofs, "rows": "@proofs"}}, indent=1)
-    return text.replace('"@rows"', lines(document["rows"])).replace('"@proofs"', lines(proofs["rows"]))
+    partial = path.with_suffix(".partial")
+    partial.write_text(encode_rows({**document, "proofs": {**proofs, "rows": list(rows)}}) + "\n")
+    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Trains models on a GPU that is none: the package's whole path from the session to the driver, which executes PTX.
 
-In: the name of a model. Out: a `Trained`: losses under autofuse, in eager and in float64, what was launched, what stayed
-eager. The session, capture, planner, store, router, launcher in C and the calls of the driver are the package's own. In
-their places stand the device (`ptx.device`), the driver (`ptx.driver`) and the tuner, which takes kernels unraced
+In: the name of a model. Out: a `Trained`: losses under autofuse, in eager and in float64, what was launched, what
+stayed eager. Session, capture, planner, store, router, launcher in C and calls of the driver are the package's own.
+Others stand in for the device (`ptx.device`), the driver (`ptx.driver`) and the tuner, which takes kernels unraced
 (`ptx.tuner`).
 """
 
@@ -131,18 +131,19 @@ class Training:
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, Tensor]]  # step -> input, target
-    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=3e-3)
+    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
     autocast: torch.dtype | None = None
 
 
+_adamw = partial(torch.optim.AdamW, lr=3e-3)
 _sgd = partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True)
 _fused = partial(torch.optim.AdamW, lr=3e-3, fused=True)  # its counters are on the device
 MODELS = {
-    "gpt": Training(Gpt, _tokens),
+    "gpt": Training(Gpt, _tokens, _adamw),
     "gpt_bfloat16": Training(Gpt, _tokens, _fused, torch.bfloat16),
     "gpt_lengths": Training(Gpt, _lengths, partial(torch.optim.Adam, lr=3e-3, amsgrad=True)),
     "cnn": Training(Cnn, _images, _sgd),
-    "small": Training(Small, _rows),
+    "small": Training(Small, _rows, _adamw),
 }
 
 

@@ -1,8 +1,8 @@
 """Stands in for the tuning daemon where nothing can be timed: answers each request with a kernel, unraced.
 
-In: the store that a session asks. Out: decisions, whose kernels are those that the daemon's own printers and `TritonBackend`
-make, compiled for sm_80 and stored as PTX in place of machine code. Guarantee: of a group the program with the most
-generated kernels is taken; what cannot be compiled stays eager's, with its reason.
+In: the store that a session asks. Out: decisions, whose kernels are those that the daemon's own printers and
+`TritonBackend` make, compiled for sm_80 and stored as PTX in place of machine code. Guarantee: of a group the program
+with generated products is taken where there is one; what cannot be compiled stays eager's, with its reason.
 """
 
 from __future__ import annotations

@@ -72,6 +72,15 @@ def matrix_part(rows: Array, number: int, is_turned: bool) -> Array:
     return np.ascontiguousarray(pairs.reshape(-1))
 
 
+def set_matrix(rows: Array, number: int, pairs: Array, is_turned: bool) -> None:
+    """``stmatrix``: the same backwards, into row r of matrix ``number`` at lane 8n + r of ``rows``."""
+    row, column = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
+    matrix = np.zeros((len(pairs) // WARP, 8, 8), np.uint16)
+    for k, half in enumerate(halves(pairs)):
+        matrix[:, row, column + k] = half.reshape(-1, WARP)
+    rows.reshape(-1, WARP, 8)[:, 8 * number : 8 * number + 8] = matrix.transpose(0, 2, 1) if is_turned else matrix
+
+
 def multiplied(shape: str, kind: str, a: Sequence[Array], b: Sequence[Array], c: Sequence[Array]) -> list[Array]:
     """``mma``: a matrix of 16 rows by one of 8 columns, added to a third; sums in float64, rounded once."""
     if (shape, kind) in (("m16n8k16", "bf16"), ("m16n8k16", "f16"), ("m16n8k8", "bf16"), ("m16n8k8", "f16")):

@@ -176,6 +176,23 @@ def test_a_product_of_matrices() -> None:
         assert list(found[n]) == expected
 
 
+@pytest.mark.parametrize("turned", ["", ".trans"])
+def test_matrices_are_stored_as_they_are_loaded(turned: str) -> None:
+    """By a warp: two matrices in halves of registers to shared memory, whose rows it names, and back."""
+    body = f"""ld.global.b32 %r10, [%rd3]; ld.global.b32 %r11, [%rd3+128];
+    shl.b32 %r12, %r2, 4; add.s32 %r12, %r12, %r20;
+    stmatrix.sync.aligned.m8n8.x2{turned}.shared.b16 [ %r12 + 0 ], {{ %r10, %r11 }}; bar.sync 0;
+    ldmatrix.sync.aligned.m8n8.x2{turned}.shared.b16 {{ %r13, %r14 }}, [ %r12 + 0 ];
+    st.global.b32 [%rd4], %r13; st.global.b32 [%rd4+128], %r14;
+    mad.lo.s32 %r15, %r2, 4, %r20; ld.shared.b32 %r16, [%r15]; st.global.b32 [%rd4+256], %r16;"""
+    words = [2 * n | (2 * n + 1) << 16 for n in range(64)]
+    found, conflicts = launch(body, words, 96, threads=32)
+    assert found[:64] == words and not conflicts.races
+    first = np.arange(64).reshape(8, 8)  # the elements of the first matrix, as its rows lie in shared memory
+    laid = np.array(found[64:], np.uint32).view(np.uint16)
+    assert list(laid) == list((first.T if turned else first).ravel())
+
+
 # ---- numbers ----------------------------------------------------------------------------------------------
 
 WORD, SIGNED = st.integers(0, 2**32 - 1), st.integers(-(2**31), 2**31 - 1)

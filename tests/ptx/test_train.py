@@ -1,4 +1,4 @@
-"""A model trained on a device that executes PTX: session, capture, router, launcher and driver, forward to optimizer."""
+"""A model trained on a device that executes PTX: from the session to the driver, from the loss to the optimizer."""
 
 from __future__ import annotations
 

@@ -285,9 +285,9 @@ def af_checked(index, size, mask):
     return tl.where(is_inside, index, 0)
 """
 
-# A number that the compiler does not know to be one: the second number of a program is always 0. Where each lane holds one
-# product, the compiler would round once for it and the first addition of a sum over lanes, so that two lanes get
-# different sums: a = fma(x, x, y * y) here, b = fma(y, y, x * x) there. All lanes of a row are to hold the same bits.
+# A value of which the compiler does not know what it is: a program's second number is always 0. Where each lane holds
+# one product, the compiler would round once for it and the first addition of a sum over lanes, so that two lanes get
+# different sums: fma(x, x, y * y) here, fma(y, y, x * x) there. All lanes of a row are to hold the same bits.
 _APART = """@triton.jit
 def af_apart(x):
     return tl.where(tl.program_id(1) == 0, x, 0.0)
