@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -24,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gpu_
 FREE, RACE = "race_free", "potential_race"
 DUPLICATES = "duplicates"  # unordered writes of one value
 SECONDS, MEBIBYTES = 15, 3000
+PROGRAMS, SEVERAL = "PROGRAMS", 4  # the knob, and a choice that makes two passes
 BLOCKS = range(2, 5)  # with one, nothing is seen between blocks; with many the prover ends too late
 MOST_LAUNCHES = 2  # that are tried where time is short
 # Ragged, and few: of as many symbols as a node has.
@@ -83,17 +85,24 @@ def prover() -> Path | None:
 # ---- one node --------------------------------------------------------------------------------------------
 
 
-def proofs_of(work: Work, target: str) -> Iterator[Proof]:
-    """Of each kernel of a node, at the first sizes at which all of them are settled in time. Raises AutofuseError."""
+def proofs_of(work: Work, target: str, programs: int = 0) -> Iterator[Proof]:
+    """Of each kernel of a node, at the first sizes at which all of them are settled in time. Raises AutofuseError.
+
+    ``programs``: of the first of two passes, for a node that can have two.
+    """
     found: list[Proof] = []
-    for values, source in _launches(work)[:MOST_LAUNCHES]:
-        found = list(_prove(work, values, source, target))
+    for values, source in _launches(work, programs)[:MOST_LAUNCHES]:
+        found = [replace(proof, case=label(work, programs)) for proof in _prove(work, values, source, target)]
         if not any(proof.result in ("timeout", "memory_budget_exceeded") for proof in found):
             break
     yield from found
 
 
-def _launches(work: Work) -> list[tuple[Mapping[str, int], TritonSource]]:
+def label(work: Work, programs: int) -> str:
+    return f"{work}, in two passes" if programs else str(work)
+
+
+def _launches(work: Work, programs: int) -> list[tuple[Mapping[str, int], TritonSource]]:
     """Sizes with the source for them: those first whose launches have several blocks, then by their threads."""
     symbols = work.form.symbols
     own = () if work.sizes_are_any else tuple(tuple(values.values()) for values in work.sizes)
@@ -101,8 +110,10 @@ def _launches(work: Work) -> list[tuple[Mapping[str, int], TritonSource]]:
     for sizes in own or SIZES.get(len(symbols), ()) or ((5,) * len(symbols),):
         values = dict(zip(symbols, sizes, strict=True))
         try:
-            config = default_config(GENERATOR.knobs(work.form, values, values))
-            source = GENERATOR.source(work.form, make_config({**dict(config), **work.config}), {})
+            config = {**dict(default_config(GENERATOR.knobs(work.form, values, values))), **work.config}
+            if programs and PROGRAMS not in config:
+                continue
+            source = GENERATOR.source(work.form, make_config(config | ({PROGRAMS: programs} if programs else {})), {})
             grids = [launch.grid for launch in resolve(source, values).launches]
         except ShapeError:
             continue
@@ -218,15 +229,16 @@ def main(words: Sequence[str]) -> int:
     document = json.loads(options.out.read_text()) if options.out.exists() else {}
     rows = list(document.get("proofs", {}).get("rows", []))
     for work in all_work(("float32",), tuple(filter(None, options.only.split(",")))):
-        for target in options.targets.split(","):
-            known = [row for row in rows if (row["case"], row["target"]) == (str(work), target)]
+        for programs, target in itertools.product((0, SEVERAL), options.targets.split(",")):
+            known = [row for row in rows if (row["case"], row["target"]) == (label(work, programs), target)]
             if (known and not options.anew) or time.monotonic() - began > 60 * options.minutes:
                 continue
             rows = [row for row in rows if row not in known]
             try:
-                made = [asdict(proof) for proof in proofs_of(work, target)]
+                made = [asdict(proof) for proof in proofs_of(work, target, programs)]
             except (AutofuseError, CompilerError) as error:
-                made = [asdict(Proof(str(work), target, "", (), 0, "not compiled", str(error).splitlines()[0]))]
+                reason = str(error).splitlines()[0]
+                made = [asdict(Proof(label(work, programs), target, "", (), 0, "not compiled", reason))]
             for row in made:
                 if row["result"] != FREE:
                     print(*(row[name] for name in ("case", "target", "kernel", "result", "reason")), flush=True)
