@@ -26,7 +26,10 @@ print(json.dumps({**told(train("small", 5)), "changed": changed}))
 """
 
 
-@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch's own kernels for CUDA would be in the way")
+@pytest.mark.skipif(
+    torch.backends.cuda.is_built() or not torch.__version__.startswith("2.13."),
+    reason="the device rests on a build without CUDA, and on places in tables of torch's functions",
+)
 def test_a_model_is_trained_on_compiled_kernels() -> None:
     """In a process of its own, which gets a CUDA device for good. Then once more with kernels that are wrong."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=300)
