@@ -51,7 +51,8 @@ DUPLICATES = "duplicates"  # unordered writes of one value
 SECONDS, MEBIBYTES = 15, 3000
 PROGRAMS, SEVERAL = "PROGRAMS", 4  # the knob, and a choice that makes two passes
 BLOCKS = range(2, 5)  # with one, nothing is seen between blocks; with many the prover ends too late
-MOST_LAUNCHES = 2  # that are tried where time is short
+LEAST_WARPS = 2  # of a block, so that its barriers have something to order
+MOST_LAUNCHES = 3  # that are tried where time is short
 # Ragged, and few: of as many symbols as a node has.
 SIZES = {1: ((700,), (70,)), 2: ((3, 700), (5, 33), (33, 5)), 3: ((1, 3, 700), (1, 5, 33), (3, 5, 9))}
 _ENTRY = re.compile(r"\.visible \.entry \w+\(\s*(.*?)\s*\)", re.DOTALL)
@@ -67,6 +68,7 @@ class Proof:
     kernel: str
     sizes: tuple[int, ...]
     blocks: int
+    warps: int  # of a block
     result: str  # "race_free", "duplicates", or why nothing is proved: "unsupported", "timeout", ...
     reason: str = ""
 
@@ -91,7 +93,7 @@ def proofs_of(work: Work, target: str, programs: int = 0) -> Iterator[Proof]:
     ``programs``: of the first of two passes, for a node that can have two.
     """
     found: list[Proof] = []
-    for values, source in _launches(work, programs)[:MOST_LAUNCHES]:
+    for values, source in _launches(work, programs):
         found = [replace(proof, case=label(work, programs)) for proof in _prove(work, values, source, target)]
         if not any(proof.result in ("timeout", "memory_budget_exceeded") for proof in found):
             break
@@ -103,7 +105,7 @@ def label(work: Work, programs: int) -> str:
 
 
 def _launches(work: Work, programs: int) -> list[tuple[Mapping[str, int], TritonSource]]:
-    """Sizes with the source for them: those first whose launches have several blocks, then by their threads."""
+    """Sizes with the source for them: those first whose launches have several blocks and warps; the smallest last."""
     symbols = work.form.symbols
     own = () if work.sizes_are_any else tuple(tuple(values.values()) for values in work.sizes)
     found = []
@@ -119,8 +121,11 @@ def _launches(work: Work, programs: int) -> list[tuple[Mapping[str, int], Triton
             continue
         most = max(grids, default=0)
         if most:
-            found.append(((most not in BLOCKS, most * source.num_warps), values, source))
-    return [(values, source) for _, values, source in sorted(found, key=lambda item: item[0])]
+            rank = (source.num_warps < LEAST_WARPS) + (most not in BLOCKS)
+            found.append(((rank, most * source.num_warps), values, source))
+    ordered = [(values, source) for _, values, source in sorted(found, key=lambda item: item[0])]
+    quickest = [(values, source) for _, values, source in sorted(found, key=lambda item: item[0][1])[:1]]
+    return [*ordered[: MOST_LAUNCHES - 1], *quickest]
 
 
 def _prove(work: Work, values: Mapping[str, int], source: TritonSource, target: str) -> Iterator[Proof]:
@@ -134,7 +139,7 @@ def _prove(work: Work, values: Mapping[str, int], source: TritonSource, target: 
         if result == RACE:
             result, reason = _looked_at(work, values, source, target, reason)
         name = kernel.kernel.metadata.name
-        yield Proof(str(work), target, name, tuple(values.values()), launch.grid, result, reason)
+        yield Proof(str(work), target, name, tuple(values.values()), launch.grid, source.num_warps, result, reason)
 
 
 def _config(kernel: Compiled, grid: int, kinds: Sequence[str], scalars: Sequence[int]) -> dict[str, Any]:
@@ -219,6 +224,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu-static --proofs", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="beginnings of names, separated by commas")
     parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--share", default="0/1", help="number of a share, from 0, and how many there are")
     parser.add_argument("--minutes", type=float, default=120.0, help="after which no new node is begun")
     parser.add_argument("--anew", action="store_true", help="do not keep what is known of these nodes")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -228,7 +234,9 @@ def main(words: Sequence[str]) -> int:
     began = time.monotonic()
     document = json.loads(options.out.read_text()) if options.out.exists() else {}
     rows = list(document.get("proofs", {}).get("rows", []))
-    for work in all_work(("float32",), tuple(filter(None, options.only.split(",")))):
+    share, shares = map(int, options.share.split("/"))
+    all_of_them = list(all_work(("float32",), tuple(filter(None, options.only.split(",")))))
+    for work in all_of_them[share::shares]:
         for programs, target in itertools.product((0, SEVERAL), options.targets.split(",")):
             known = [row for row in rows if (row["case"], row["target"]) == (label(work, programs), target)]
             if (known and not options.anew) or time.monotonic() - began > 60 * options.minutes:
@@ -238,7 +246,7 @@ def main(words: Sequence[str]) -> int:
                 made = [asdict(proof) for proof in proofs_of(work, target, programs)]
             except (AutofuseError, CompilerError) as error:
                 reason = str(error).splitlines()[0]
-                made = [asdict(Proof(label(work, programs), target, "", (), 0, "not compiled", reason))]
+                made = [asdict(Proof(label(work, programs), target, "", (), 0, 0, "not compiled", reason))]
             for row in made:
                 if row["result"] != FREE:
                     print(*(row[name] for name in ("case", "target", "kernel", "result", "reason")), flush=True)
