@@ -6,23 +6,23 @@ Named as in ``benchmarks/results/gpu_static.json``: the case, its dtype, and whe
 # Lanes that hold one value all store it into shared memory, in conversions of layouts. The prover does not see values;
 # our executor has seen equal ones in each of these.
 DUPLICATES = (
-    "aminmax_rows float32", "argmax_middle float32", "argmax_rows float32", "attention biased float32",
+    "aminmax_rows float32", "any_all_dims float32", "argmax_middle float32", "attention biased float32",
     "attention causal float32", "attention from_projection float32", "attention one_query float32",
     "attention padding float32", "attention plain float32", "attention rounded float32", "attention scaled float32",
-    "attention unbatched float32", "bools_beside_a_row float32", "dot_products float32",
+    "attention unbatched float32", "batch_norm_backward float32", "bools_beside_a_row float32",
     "gradients_of_a_broadcast float32", "gradients_of_a_broadcast float32, in two passes", "group_norm float32",
-    "is_among float32, in two passes", "max_dim float32", "nll_weighted float32",
-    "nll_weighted float32, in two passes", "pad_then_max float32", "product one_column float32", "std_mean float32",
+    "is_among float32, in two passes", "nll_weighted float32", "nll_weighted float32, in two passes",
+    "pad_then_max float32", "product one_column float32", "relu_batch_norm_backward float32", "std_mean float32",
     "sum_int float32", "trace_of_square float32", "trace_of_square float32, in two passes",
 )  # fmt: skip
 
 UNPROVED = {
-    # an address depends on data
+    # An address depends on data.
     "allocation_alias_relation_unknown": (
         "bucketize float32", "cross_entropy_none float32", "masked_index float32", "reflection_pad float32",
         "reflection_pad_row float32",
     ),
-    # a branch depends on data: a check of an index, a loop inside a special function
+    # A branch depends on data: a check of an index, a loop inside a special function.
     "control_predicate_not_static": (
         "attention capped float32", "bce float32", "bce float32, in two passes", "bce_followed float32",
         "bce_followed float32, in two passes", "bce_logits float32", "bce_logits float32, in two passes",
@@ -47,11 +47,11 @@ UNPROVED = {
         "unary_cos float32", "unary_sin float32", "unary_sinc float32", "unary_tan float32",
         "upsample_kept_places float32", "upsample_nearest float32",
     ),
-    # the prover's parser refuses a function that is declared before it is defined (`pow` in float64)
+    # The prover's parser refuses a function that is declared before it is defined (`pow` in float64).
     "invalid_ptx_syntax": (
         "norm_rows float32", "polygamma float32", "zeta float32", "zeta_scalars float32",
     ),
-    # the prover needs more than 15 s
+    # The prover needs more than 15 s.
     "timeout": (
         "attention wide float32", "reflection_pad_volume float32",
     ),
