@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ptx.memory import GAP, POISON, Conflicts, Global
 
+TORCH = "2.13."  # whose tables of virtual functions `_answer_for_the_hooks` knows
 ALIGNED = 512  # bytes
 _CPU, _CUDA = 1, 2  # DLPack's kinds of devices
 _KEY = torch._C.DispatchKey.CPU
@@ -260,7 +261,9 @@ def _library(name: str) -> ctypes.CDLL:
 
 @functools.cache
 def install(size: int = 32 << 20) -> tuple[Heap, Fallback]:
-    """Give this process a CUDA device with so many bytes. Raises RuntimeError where torch has one."""
+    """Give this process a CUDA device with so many bytes. Raises RuntimeError where torch has one or is another one."""
+    if not torch.__version__.startswith(TORCH):
+        raise RuntimeError(f"expected torch {TORCH}*, whose virtual functions are known, found {torch.__version__}")
     if torch.backends.cuda.is_built():
         raise RuntimeError("expected a torch without CUDA, whose kernels would be in the way")
     _register_guard()
