@@ -36,6 +36,12 @@ LONGEST_PAUSE_SECONDS = 300.0  # between tries to reach a server that is down
 CLOSE_SECONDS = 3.0  # for the last results, when a daemon ends
 
 
+def retry_seconds(poll_seconds: float, failures: int) -> float:
+    """The pause after so many failures in a row; another one for each host: a server may have failed all at once."""
+    longest = min(poll_seconds * 2.0**failures, LONGEST_PAUSE_SECONDS)
+    return longest * secrets.SystemRandom().uniform(0.5, 1.0)
+
+
 class Fleet:
     """What the loop sees of other hosts. All methods return at once, but `wait` and `close`."""
 
@@ -181,8 +187,7 @@ class Fleet:
             self._wake.wait(self._settings.poll_seconds)
             self._wake.clear()
             return True
-        pause = min(self._settings.poll_seconds * 2.0**self._failures, LONGEST_PAUSE_SECONDS)
-        return not self._closing.wait(pause)
+        return not self._closing.wait(retry_seconds(self._settings.poll_seconds, self._failures))
 
     def exchange_once(self, exchange: FleetExchange, is_last: bool = False) -> None:
         """Fetch proposals, send what is new, end and renew leases, and take a new one where the loop is idle."""

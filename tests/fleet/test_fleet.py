@@ -15,7 +15,7 @@ import pytest
 import tests.postgres
 from autofuse.codegen.version import versions
 from autofuse.daemon import fleet as fleet_module
-from autofuse.daemon.fleet import CLOSE_SECONDS, FIRST_SECONDS, Fleet
+from autofuse.daemon.fleet import CLOSE_SECONDS, FIRST_SECONDS, LONGEST_PAUSE_SECONDS, Fleet, retry_seconds
 from autofuse.db.fleet_exchange import FleetExchange
 from autofuse.db.fleet_queue import FleetQueue
 from autofuse.db.fleet_server import FleetServer
@@ -217,3 +217,10 @@ def test_results_are_sent_before_a_daemon_ends(fleet: Make, postgres: Postgres, 
     other.wait()
     with Store.open(tmp_path / "two.db") as store:
         assert store.proposals.get(asked.key) is not None, "known before the first job"
+
+
+@pytest.mark.parametrize(("failures", "longest"), [(1, 10.0), (3, 40.0), (9, LONGEST_PAUSE_SECONDS)])
+def test_hosts_that_fail_together_do_not_come_back_together(failures: int, longest: float) -> None:
+    drawn = [retry_seconds(5.0, failures) for _ in range(200)]
+    assert longest / 2 <= min(drawn) < max(drawn) <= longest
+    assert max(drawn) - min(drawn) > longest / 4
