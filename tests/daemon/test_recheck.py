@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,16 @@ from autofuse.daemon.recheck import LOOK_SECONDS, RECHECK_SECONDS, Rechecks
 from autofuse.db.store import Store
 from autofuse.ir.device import cpu_device
 from autofuse.ir.records import EAGER, Decision, NodeUse, RunStart, TuneRequest
-from autofuse.settings.layers import load
 from autofuse.tuner.benchmark_provider import NodeBenchmarks
 from autofuse.tuner.search import ConfigSearch
+from tests.tuner.loops import count_searches, quick_loop, slow_candidates
 from tests.tuner.nodes import chain_form, request
 
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TuningLoop]:
-    folder = tmp_path_factory.mktemp("host")
-    cli = {"run.store": folder / "store.sqlite3", "run.profile": "quick", "tuner.trials": 4, "tuner.job_seconds": 60.0}
-    cli["tuner.shared_folder"] = folder / "shared"
-    made = TuningLoop(load(cli, environ={}, cwd=folder), is_urgent=lambda: False)
-    yield made
-    made.close()
+    with quick_loop(tmp_path_factory.mktemp("host"), is_urgent=False) as made:
+        yield made
 
 
 @pytest.fixture
@@ -80,21 +75,8 @@ def test_a_winner_that_no_longer_wins_gives_way(
 ) -> None:
     asked = request(chain_form(7, 256), (700,), calls=1)
     assert tuned_long_ago(loop, store, asked).reason == "won"
-    race = NodeBenchmarks.race
-    searches: list[int] = []
-    begin = ConfigSearch.__init__
-
-    def slowed(self: NodeBenchmarks, *arguments: object) -> object:
-        result = race(self, *arguments)  # type: ignore[arg-type]
-        samples = [result.samples[0], *([99.0 * s for s in own] for own in result.samples[1:])]
-        return replace(result, samples=samples)
-
-    def note(self: ConfigSearch, *arguments: object, **named: object) -> None:
-        searches.append(1)
-        begin(self, *arguments, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(NodeBenchmarks, "race", slowed)
-    monkeypatch.setattr(ConfigSearch, "__init__", note)
+    slow_candidates(monkeypatch)
+    searches = count_searches(monkeypatch)
     begin_rechecks(loop)
     while loop._has_worked():
         pass

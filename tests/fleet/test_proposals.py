@@ -14,24 +14,19 @@ from autofuse.db.proposals import Proposal
 from autofuse.db.store import Store
 from autofuse.ir.records import EAGER, Bucket, Candidate, Decision, TuneRequest, make_config
 from autofuse.optim.form import StepForm
-from autofuse.settings.layers import load
 from autofuse.tuner.benchmark_provider import Built, NodeBenchmarks
 from autofuse.tuner.cases import CheckCase
-from autofuse.tuner.search import ConfigSearch
 from autofuse.tuner.strategy_provider import STRATEGY
 from autofuse.tuner.worker_process import CandidateProblem
+from tests.tuner.loops import count_searches, quick_loop, slow_candidates
 from tests.tuner.nodes import chain_form, request
 
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TuningLoop]:
     """One loop for all: its worker imports torch once."""
-    folder = tmp_path_factory.mktemp("host")
-    cli = {"run.store": folder / "store.sqlite3", "run.profile": "quick", "tuner.trials": 4, "tuner.job_seconds": 60.0}
-    cli["tuner.shared_folder"] = folder / "shared"
-    made = TuningLoop(load(cli, environ={}, cwd=folder), is_urgent=lambda: True)
-    yield made
-    made.close()
+    with quick_loop(tmp_path_factory.mktemp("host"), is_urgent=True) as made:
+        yield made
 
 
 @pytest.fixture
@@ -43,15 +38,7 @@ def store(loop: TuningLoop) -> Iterator[Store]:
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each search that was begun."""
-    found: list[int] = []
-    begin = ConfigSearch.__init__
-
-    def note(self: ConfigSearch, *arguments: object, **named: object) -> None:
-        found.append(1)
-        begin(self, *arguments, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ConfigSearch, "__init__", note)
-    return found
+    return count_searches(monkeypatch)
 
 
 Work = Callable[[TuneRequest, Decision], Decision]
@@ -112,14 +99,7 @@ def test_eager_is_adopted_as_it_is(work: Work, store: Store, searches: list[int]
 def test_what_loses_here_is_overridden_and_leaves_a_measurement(
     work: Work, store: Store, usual: Candidate, searches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    race = NodeBenchmarks.race
-
-    def slowed(self: NodeBenchmarks, *arguments: object) -> object:
-        result = race(self, *arguments)  # type: ignore[arg-type]
-        samples = [result.samples[0], *([99.0 * s for s in own] for own in result.samples[1:])]
-        return replace(result, samples=samples)
-
-    monkeypatch.setattr(NodeBenchmarks, "race", slowed)
+    slow_candidates(monkeypatch)
     asked = ask(5)
     found = work(asked, proposal(asked, usual))
     assert searches == [] and found.candidate.variant == EAGER and found.reason == "no_gain"
