@@ -32,7 +32,7 @@ from autofuse.errors import AutofuseError
 from autofuse.ir.operation import NodeForm
 from autofuse.runtime.choice import Choice
 from autofuse.runtime.plans import NATIVE_AFTER
-from autofuse.runtime.session import SAMPLED_FIRST
+from autofuse.runtime.step_records import TIMED_FIRST
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 from autofuse.wrapper import native_call
@@ -123,7 +123,7 @@ def calls_of(session: Any, name: str) -> tuple[dict[str, Call], int]:
     plans = [plan for router in session.context.routers[before:] for plan in router.all_plans()]
     for router in session.context.routers[before:]:
         router.run_in_c()
-    for _ in range(SAMPLED_FIRST + NATIVE_AFTER + 1):  # the first ones are timed, which is done in Python
+    for _ in range(TIMED_FIRST + NATIVE_AFTER + 1):  # the first ones are timed, which is done in Python
         call(lambda x: code(module, x))
     in_c = [plan.native for plan in plans]
 

@@ -3,8 +3,8 @@
 In: the autograd function that AOTAutograd has built for a graph, and its specification. Out: its forward and backward
 pass as two plain functions (`lean_passes`), and a call past the wrapper around it (`plain_apply`); None where
 AOTAutograd has more to do: subclasses, inputs that are written to, aliases, tokens, autocast, generators of a GPU.
-Guarantee: tensors are saved, checked for writes and freed as AOTAutograd does it. Rare cases (tangents with other
-strides, a backward graph that is not compiled yet) are left to AOTAutograd.
+Guarantee: tensors are saved, checked for writes and freed as AOTAutograd does it. Rare cases (tangents of
+a subclass, a backward graph that is not compiled yet) are left to AOTAutograd.
 
 Why: a call of three operators and its backward pass took 71 us, and eager's 43 (64 elements, torch 2.13, AMD EPYC,
 2026-11). The difference is checks of each argument's class, a closure and two contexts per pass.
@@ -118,12 +118,15 @@ def _lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass]:
             gradient = gradients[place]
             if type(gradient) is _Parameter:  # which AOTAutograd takes for a subclass, and raises
                 gradient = gradients[place] = gradient.detach()
-            if type(gradient) is not _Tensor or not (
-                gradient.is_contiguous(memory_format=layout)
-                if layout is not None
-                else gradient.shape == size and gradient.stride() == stride
-            ):
+            if type(gradient) is not _Tensor or not (size is None or gradient.shape == size):
                 return whole_backward(flat, ctx, *rest)
+            # The gradient of a sum or a mean has strides of 0.
+            if layout is not None:
+                gradient = gradient.contiguous(memory_format=layout)
+            elif gradient.stride() != stride:
+                gradient = torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(
+                    gradient
+                )
             found.append(gradient)
         args = [*ctx.symints, *ctx.saved_tensors, *ctx._tensors_no_vc_check, *ctx.opaque_objects, *found]
         gradients.clear()

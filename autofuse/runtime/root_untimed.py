@@ -44,7 +44,7 @@ class UntimedCalls:
         if not free or not all(known.direct and not known.is_eager for known in shapes.values()):
             return False
         self._trial.skip(free)
-        found = {id(direct.manager): direct for known in shapes.values() for direct in known.direct}
+        found = {id(direct.manager): direct for known in (shape, *shapes.values()) for direct in known.direct}
         self._direct, self._has_gradients = tuple(found.values()), has_gradients
         self.began, self.left = now, free
         return True

@@ -253,6 +253,7 @@ class Session:
         if found is None:
             return False
         self.tuning.news_at = time.perf_counter()
+        self._step_records.note_news()
         self.refresh_plans(found.fusion_ids)
         return found.has_decisions
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from autofuse.wrapper.graph_call import Program
 
 TIMED_FIRST = 32  # calls of graphs that are all timed: requests are ordered by what their nodes take
-TIMED_ONE_IN = 31
+TIMED_ONE_IN = 31  # steps; a timed one runs in Python, which costs a short step as much again
+TIMED_AT_EACH = 32  # after so many timed steps they come half as often,
+TIMES_RARER = 4  # so many times at most, until there are new kernels
 MOST_CALLS = 512  # of a step that is recorded
 KEPT_STEPS = 8  # different ones
 TOLD_STEPS = 3
@@ -138,6 +140,7 @@ class StepRecords:
         self._was_backward = False
         self._step: list[GraphCall] = []
         self._steps = 0
+        self._timed = 0  # steps since the last news
         self._kept: dict[tuple[tuple[int, int], ...], _Kept] = {}
 
     def is_due(self, graph: RecordedGraph) -> bool:
@@ -157,6 +160,10 @@ class StepRecords:
         """A timed call has ended."""
         self._step.append(call)
 
+    def note_news(self) -> None:
+        """There are new kernels: the next step is timed, and then as many as at first."""
+        self._timed = self._next = 0
+
     def _begin(self) -> None:
         """A step begins."""
         if self._is_on:
@@ -170,7 +177,9 @@ class StepRecords:
         """Time no more calls for a while."""
         self._is_on = False
         self._step = []
-        self._next = self._calls + (TIMED_ONE_IN - 1) * self._in_step
+        one_in = TIMED_ONE_IN << min(self._timed // TIMED_AT_EACH, TIMES_RARER)
+        self._next = self._calls + (one_in - 1) * self._in_step
+        self._timed += 1
 
     def _keep(self) -> None:
         """Keep the step that has ended, if all of it was timed."""

@@ -49,14 +49,15 @@ def names_run(action):
     return found
 
 
-def test_nothing_of_aotautograd_runs_but_its_function():
+@pytest.mark.parametrize("make", [torch.ones_like, lambda y: torch.ones(()).expand_as(y)], ids=["dense", "of a sum"])
+def test_nothing_of_aotautograd_runs_but_its_function(make):
     call = captured(function)
     outcome(call)
-    ran = names_run(lambda: outcome(call))
+    ran = names_run(lambda: outcome(call, make))
     its = {name for name, file in ran if "runtime_wrappers" in file or "subclass_codegen" in file}
     # Torch 2.11 has the two passes in its function, which ours replace, and two wrappers of the graph itself.
     assert its == ({"forward", "backward"} if torch.__version__ >= (2, 12) else {"wrapper", "inner_fn"})
-    for found, wanted in zip(outcome(call), outcome(function), strict=True):
+    for found, wanted in zip(outcome(call, make), outcome(function, make), strict=True):
         assert torch.equal(found, wanted)
 
 
