@@ -142,6 +142,8 @@ class OneKernel:
     def new_plan(self, plan: Plan) -> None:
         pass
 
+    live_races = None
+
     def sample_due(self, graph: object) -> bool:
         return False
 

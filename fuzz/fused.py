@@ -76,6 +76,8 @@ class Kernels:
     def new_plan(self, plan: Plan) -> None:
         pass
 
+    live_races = None
+
     def sample_due(self, graph: object) -> bool:
         return False
 

@@ -49,7 +49,7 @@ class Rechecks:
             *self._devices,
             versions=self._versions,
             age_seconds=self._days * DAY_SECONDS,
-            reasons=("won", *RACED),
+            reasons=("won", "slower_live", *RACED),
             known=self._taken,
             kind=self._kind,
         )

@@ -173,6 +173,7 @@ class DecisionReason(Reason):
     BELOW_MARGIN = "below_margin", "no candidate beat eager by the margin"
     NO_GAIN = "no_gain", "no candidate was faster than eager"
     DEVICE_SLOWER = "device_slower", "fewer launches, but more work for the device"
+    SLOWER_LIVE = "slower_live", "faster in its race, but slower than eager in the script's own calls"
     NOT_BIT_EQUAL = "not_bit_equal", "faster than eager, but not equal to it bit by bit, which this strict run asks for"
     ALL_WRONG = "all_wrong", "no candidate was accurate enough"
     COMPILE_FAILED = "compile_failed", "no candidate compiled"

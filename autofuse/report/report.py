@@ -24,6 +24,7 @@ from autofuse.ir.records import (
     RootRecord,
 )  # fmt: skip
 from autofuse.ir.strict import is_strict
+from autofuse.report.live import LiveVerdicts, live_verdicts
 from autofuse.report.metrics import GraphLine, graph_lines
 from autofuse.report.operators import OperatorLine, operator_lines
 from autofuse.report.statistics import Balance, Gain, Speedup, StepRow, measure_gain
@@ -121,6 +122,7 @@ class Report:
     balance: tuple[Balance, ...] = ()  # seconds saved less the costs, step after step
     queue: QueueStatus = field(default_factory=QueueStatus)  # the states of this run's requests
     strict: StrictCost | None = None  # None for a run that is not strict
+    live_races: LiveVerdicts | None = None  # None where no kernel was compared on the script's own calls
     memory: tuple[MemoryLine, ...] = ()  # one for each root, of its largest measured input; empty if not requested
 
 
@@ -163,6 +165,7 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         balance=gain.balance,
         queue=store.queue.length(run_id=run.id),
         strict=_strict_cost(store, run, uses, decided) if is_strict(run.versions) else None,
+        live_races=live_verdicts(events),
         memory=tuple(memory_lines(events)),
     )
 

@@ -83,6 +83,8 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
     calls = totals.fused_calls + totals.unfused_calls
     fused = f"{totals.fused_calls:,} of {calls:,} ran fused kernels ({wording.percent(totals.fused_share)})"
     yield "node calls", fused if calls else "none: no graph was captured"
+    if report.live_races is not None:
+        yield "on real calls", report.live_races.sentence
     yield "cost", _cost(report)
     yield "saved", _saved(report)
     overhead = totals.observer_overhead_percent

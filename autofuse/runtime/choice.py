@@ -15,6 +15,7 @@ import torch
 from autofuse.wrapper.node_call import Entry, NodeCall
 
 if TYPE_CHECKING:
+    from autofuse.runtime.live_races import LiveRaces
     from autofuse.runtime.plans import NodeState, Plan
     from autofuse.runtime.step_records import GraphCall, RecordedGraph
 
@@ -37,6 +38,10 @@ class RouterHost(Protocol):
 
     @property
     def threads(self) -> int: ...
+
+    @property
+    def live_races(self) -> LiveRaces | None:
+        """Of kernels on the script's own calls; None where they are not raced there."""
 
     def choose(self, fusion_id: str, values: Sequence[int], device: torch.device) -> Choice: ...
 

@@ -23,6 +23,7 @@ from autofuse.locks import make_lock
 from autofuse.runtime.choice import Choice, RouterHost
 from autofuse.runtime.debug_texts import routes_text
 from autofuse.runtime.injector import INJECTOR
+from autofuse.runtime.live_races import HeldOutPlan
 from autofuse.runtime.loss_guard import fall_back_to_eager, refuses
 from autofuse.runtime.plans import NodeState, Plan, PlanScope, Replay, Timer, Untimed, cover
 from autofuse.runtime.step_records import GraphCall, Stopwatch
@@ -101,12 +102,18 @@ class GraphRouter:
         return self.program.call(self.lookup, self.plan_for, args)
 
     def _timed(self, args: list[Any]) -> Any:
-        watch, used = Stopwatch(), list[Plan]()
+        watch = Stopwatch()
+        recorder = _Recorder(self, watch)
         start = self._clock()
-        result = self.program.timed_call(_Recorder(self, used, watch), self.plan_for, args, watch)
+        result = self.program.timed_call(recorder, self.plan_for, args, watch)
         ended = perf_counter()
-        used[-1].add_sample(self._clock() - start, watch.times(len(self.program.slots)))
-        self.host.note_call(GraphCall.of(self, used[-1], watch, ended))
+        plan, times = recorder.plan, watch.times(len(self.program.slots))
+        assert plan is not None
+        if not recorder.held:  # else it is no call as those that are not timed
+            plan.add_sample(self._clock() - start, times)
+            self.host.note_call(GraphCall.of(self, plan, watch, ended))
+        if self.host.live_races is not None and not self.on_gpu:
+            self.host.live_races.add(plan, recorder.held, times)
         return result
 
     def all_plans(self) -> Iterator[Plan]:
@@ -394,19 +401,23 @@ def _filled(plan: Plan, calls: Sequence[NodeCall | None]) -> tuple[NodeCall | No
 
 
 class _Recorder:
-    """Replaces the dict of plans in a timed call, to record which plan ran."""
+    """Replaces the dict of plans in a timed call, to record which plan ran, and which of its nodes were held out."""
 
-    def __init__(self, router: GraphRouter, used: list[Plan], watch: Stopwatch) -> None:
+    def __init__(self, router: GraphRouter, watch: Stopwatch) -> None:
+        self.plan: Plan | None = None
+        self.held: frozenset[int] = frozenset()
         self._router = router
-        self._used = used
         self._watch = watch
 
-    def get(self, key: tuple[int, ...]) -> Plan:
-        plan = self._router.lookup.get(key) or self._router.plan_for(key)
+    def get(self, key: tuple[int, ...]) -> Plan | HeldOutPlan:
+        router = self._router
+        plan = self.plan = router.lookup.get(key) or router.plan_for(key)
         plan.start_sample()
-        self._used.append(plan)
+        if router.host.live_races is not None and not router.on_gpu:
+            self.held = router.host.live_races.held_out(plan)
+        found = HeldOutPlan(plan, self.held) if self.held else plan
         self._watch.begin()
-        return plan
+        return found
 
 
 class _Noting:

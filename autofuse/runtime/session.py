@@ -27,7 +27,7 @@ from autofuse.debug import Level, set_level, tell
 from autofuse.errors import AutofuseError
 from autofuse.gpu.node_timer import NodeTimer
 from autofuse.ir.device import cpu_device
-from autofuse.ir.records import Bucket, RunStart, RunTotals, StepSample
+from autofuse.ir.records import Bucket, Decision, RunStart, RunTotals, StepSample
 from autofuse.ir.strict import strictly
 from autofuse.locks import make_lock, make_rlock
 from autofuse.preserve_rng import untouched
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from autofuse.db.client import StoreClient
     from autofuse.db.store import Store
     from autofuse.runtime.choice import Choice
+    from autofuse.runtime.live_races import LiveRaces
     from autofuse.runtime.own_kernels import OwnKernels
     from autofuse.runtime.plan_cache import PlanCache
     from autofuse.runtime.planner import Planner
@@ -83,6 +84,8 @@ class Session:
         set_level(0 if settings.run.quiet else settings.run.debug)
         self._written_refusals = 0
         self._step_records = StepRecords()
+        self._live_races: LiveRaces | None = None
+        self._has_live_races = settings.tuner.live_races and not settings.run.frozen
         self._finished = False
         self._pid = os.getpid()
         self._exit_code: int | None = None
@@ -231,9 +234,25 @@ class Session:
 
         return check_against(node, fused, node.unfused, self.context.say_once)
 
+    @property
+    def live_races(self) -> LiveRaces | None:
+        """Of kernels on the script's own calls; made for the first timed call, when a job's ranks are known."""
+        if self._live_races is None and self._has_live_races:
+            with untouched():
+                from autofuse.runtime.live_races import LiveRaces, is_alone
+
+            self._has_live_races = is_alone()
+            if self._has_live_races:
+                margin, give_up = self.context.settings.tuner.margin, self.context.store_thread.post_decision
+                self._live_races = LiveRaces(margin, self._decision_of, give_up)
+        return self._live_races
+
+    def _decision_of(self, node: NodeState) -> Decision | None:
+        return self.kernels.decision(node.fusion_id, node.values, node.slot.device)
+
     def _speedup_of(self, node: NodeState) -> float:
         """Of the node's winner, in its race."""
-        decision = self.kernels.decision(node.fusion_id, node.values, node.slot.device)
+        decision = self._decision_of(node)
         return decision.speedup if decision is not None else 1.0
 
     # ---- the background thread ------------------------------------------------------------------------
@@ -362,6 +381,8 @@ class Session:
             notes.post(post)
             with contextlib.suppress(Exception):  # they are worth no more than a line of `autofuse trace`
                 self._step_records.post(self._speedup_of, notes.source_of, post)
+            if self._live_races is not None and (told := self._live_races.told()) is not None:
+                post(told)
             self.tuning.hand_over()
             self.context.store_thread.stop()
             self.tuning.withdraw()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from autofuse.errors import AutofuseError
 from autofuse.hidden_thread import HiddenThread
-from autofuse.ir.records import Event, RunStart, TuneRequest
+from autofuse.ir.records import Decision, Event, RunStart, TuneRequest
 from autofuse.locks import make_condition, make_event, make_lock
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class StoreThread:
         self._ready = make_event()
         self._requests: list[TuneRequest] = []
         self._events: list[Event] = []
+        self._decisions: list[Decision] = []
         self._lock = make_lock()
         self._open_work: int | None = None  # requests of this run not finished; None: not known
         self._pid = os.getpid()
@@ -153,6 +154,12 @@ class StoreThread:
         if self.usable:
             with self._lock:
                 self._events.append(event)
+
+    def post_decision(self, decision: Decision) -> None:
+        """Store a decision of the script's own; it stands once it has been read again."""
+        if self.usable:
+            with self._lock:
+                self._decisions.append(decision)
 
     def wait_written(self, ticket: int, seconds: float) -> bool:
         """Wait until the requests of a ticket are in the store."""
@@ -229,6 +236,7 @@ class StoreThread:
         with self._lock:
             requests, self._requests = self._requests, []
             events, self._events = self._events, []
+            decisions, self._decisions = self._decisions, []
             ticket = self._posted
         while requests:
             piece, requests = requests[:AT_ONCE], requests[AT_ONCE:]
@@ -239,6 +247,9 @@ class StoreThread:
                 self._open_work = self._count_open(store)
         for event in events:
             store.notes.add_event(run_id, event)
+        for decision in decisions:
+            store.results.put_decision(decision, run_id)
+            self._stale = True  # it is read as those of the daemon are
         if ticket != self._written:
             with self._flushed:
                 self._written = ticket

@@ -214,6 +214,10 @@ class TunerSettings(Group):
     rounds: int = declare(
         15, "Interleaved timing rounds for the candidates that survive screening.", unit="rounds", low=3
     )
+    live_races: bool = declare(
+        True,
+        "Race each kernel once more on single calls of the script; one that is slower there than eager is given up.",
+    )
     idle_exit_seconds: float = declare(300.0, "The daemon ends after this long without work.", unit="s", low=0.0)
     recheck_days: float = declare(
         30.0, "Decisions older than this that are still used are raced again while no script runs; 0: never.",

@@ -11,7 +11,7 @@ import pytest
 
 from autofuse.cli.app import parse
 from autofuse.db.store import Store
-from autofuse.ir.records import GRAPH_METRICS, PEAK_MEMORY, Event, OpProfile, RunStart
+from autofuse.ir.records import GRAPH_METRICS, LIVE_RACES, PEAK_MEMORY, Event, OpProfile, RunStart
 from autofuse.report.as_json import SCHEMA
 from tests.report.report_records import DEVICE, VERSIONS, fill, open_store
 
@@ -119,6 +119,8 @@ def test_a_full_report_is_of_it(store: Store, capsys: pytest.CaptureFixture[str]
     store.notes.add_event(run, Event(GRAPH_METRICS, "", graph))
     peak = {"root": "r", "name": "GPT", "signature": "", "eager_bytes": 8, "routed_bytes": 6}
     store.notes.add_event(run, Event(PEAK_MEMORY, "", peak))
+    verdicts = {"confirmed": 3, "slower": 1, "unsure": 0, "open": 2, "rows": []}
+    store.notes.add_event(run, Event(LIVE_RACES, "", verdicts))
     store.profiles.put_ops(
         run, [OpProfile("aten.mm.default", "", "forward", ((2, 2),), ("f",), ((2, 1),), "cpu", 3, 9.0)]
     )

@@ -132,6 +132,8 @@ class GpuKernel(Undecided):
         self.asked.append(device)
         return Choice(True, self.entry, "kernel") if device == GPU else UNKNOWN
 
+    live_races = None
+
     def sample_due(self, graph):
         self.sampled += 1
         return True

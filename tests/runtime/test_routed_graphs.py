@@ -45,6 +45,8 @@ class Undecided:
     def new_plan(self, plan):
         pass
 
+    live_races = None
+
     def sample_due(self, graph):
         return False
 
