@@ -41,6 +41,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
         events=[_event(row) for row in report.events],
         queue=report.queue,
         strict=report.strict,
+        decided=report.decided,
         live_races=report.live_races,
         memory=list(report.memory),
     )

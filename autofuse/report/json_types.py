@@ -13,6 +13,7 @@ from typing import Any
 
 from autofuse.db.rows import QueueStatus
 from autofuse.ir.records import DeviceInfo
+from autofuse.report.decided import Decided
 from autofuse.report.live import LiveVerdicts
 from autofuse.report.operators import OperatorLine
 from autofuse.report.report import MemoryLine
@@ -230,5 +231,6 @@ class JsonReport:
     events: list[JsonEvent]
     queue: QueueStatus
     strict: StrictCost | None
+    decided: Decided | None
     live_races: LiveVerdicts | None
     memory: list[MemoryLine]

@@ -24,6 +24,7 @@ from autofuse.ir.records import (
     RootRecord,
 )  # fmt: skip
 from autofuse.ir.strict import is_strict
+from autofuse.report.decided import Decided, decided_of
 from autofuse.report.live import LiveVerdicts, live_verdicts
 from autofuse.report.metrics import GraphLine, graph_lines
 from autofuse.report.operators import OperatorLine, operator_lines
@@ -122,6 +123,7 @@ class Report:
     balance: tuple[Balance, ...] = ()  # seconds saved less the costs, step after step
     queue: QueueStatus = field(default_factory=QueueStatus)  # the states of this run's requests
     strict: StrictCost | None = None  # None for a run that is not strict
+    decided: Decided | None = None  # None for a store without runs
     live_races: LiveVerdicts | None = None  # None where no kernel was compared on the script's own calls
     memory: tuple[MemoryLine, ...] = ()  # one for each root, of its largest measured input; empty if not requested
 
@@ -165,6 +167,7 @@ def load_report(store: Store, run_id: int | None = None) -> Report:
         balance=gain.balance,
         queue=store.queue.length(run_id=run.id),
         strict=_strict_cost(store, run, uses, decided) if is_strict(run.versions) else None,
+        decided=decided_of(history, uses, decided, _of_others(store, run, uses, decided)),
         live_races=live_verdicts(events),
         memory=tuple(memory_lines(events)),
     )
@@ -217,6 +220,18 @@ def _decided(store: Store, run: RunRow) -> dict[str, list[Decision]]:
         if _is_of(run, decision.key.device):
             decided.setdefault(decision.key.fusion_id, []).append(decision)
     return decided
+
+
+def _of_others(
+    store: Store, run: RunRow, uses: Iterable[NodeUse], decided: Mapping[str, Sequence[Decision]]
+) -> dict[str, list[Decision]]:
+    """The standing decisions of other versions on the run's nodes that have none of its own."""
+    others: dict[str, list[Decision]] = {}
+    open_ones = {use.fusion_id for use in uses} - set(decided)
+    for _, decision in store.results.decisions() if open_ones else ():
+        if decision.key.fusion_id in open_ones and _is_of(run, decision.key.device):
+            others.setdefault(decision.key.fusion_id, []).append(decision)
+    return others
 
 
 def _strict_cost(

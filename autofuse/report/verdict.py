@@ -18,6 +18,7 @@ from autofuse.report.statistics import MIN_PAIRS_FOR_INTERVAL
 from autofuse.report.strictness import StrictCost
 
 MAX_MEMORY = 4
+MAX_GIVEN_UP = 3
 MISSING_PARTS = (
     "no_compiler",
     "no_triton",
@@ -83,8 +84,12 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
     calls = totals.fused_calls + totals.unfused_calls
     fused = f"{totals.fused_calls:,} of {calls:,} ran fused kernels ({wording.percent(totals.fused_share)})"
     yield "node calls", fused if calls else "none: no graph was captured"
+    if report.decided is not None and report.decided.sentence:
+        yield "decisions", report.decided.sentence
     if report.live_races is not None:
         yield "on real calls", report.live_races.sentence
+    for kernel in report.decided.given_up[:MAX_GIVEN_UP] if report.decided is not None else ():
+        yield "given up", f"{kernel.node} ({kernel.bucket}): {kernel.detail}"
     yield "cost", _cost(report)
     yield "saved", _saved(report)
     overhead = totals.observer_overhead_percent

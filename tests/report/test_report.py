@@ -80,7 +80,7 @@ def test_json_of_a_run(store: Store) -> None:
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert set(data) == {
         "schema_version", "store", "run", "totals", "nodes", "steps", "graphs", "graph_sum", "fusion", "roots",
-        "settings", "refusals", "events", "queue", "memory", "operators", "strict", "live_races",
+        "settings", "refusals", "events", "queue", "memory", "operators", "strict", "live_races", "decided",
     }  # fmt: skip
     assert data["schema_version"] == SCHEMA_VERSION == 1
     assert data["run"]["id"] == run_id and data["run"]["mode"] == "wait" and data["run"]["exit_code"] == 0
