@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +16,18 @@ from autofuse.errors import SettingsError
 from autofuse.settings.layers import Settings
 
 if TYPE_CHECKING:
+    from autofuse.db.fleet_queue import FleetQueue
     from autofuse.db.fleet_server import FleetServer
+    from autofuse.integrations.fleet_workers import FleetWorkers
+
+LOOK_SECONDS = 5.0
 
 EPILOG = """\
 \b
 Examples:
   autofuse fleet status        does the server answer, and what does it hold?
   autofuse fleet upgrade       make its tables, or bring them up to date; as their owner
+  autofuse fleet up --ray auto   keep workers on a Ray cluster, as many as the queue needs
 """
 
 
@@ -63,6 +71,64 @@ def upgrade(profile: str | None, assignments: tuple[str, ...]) -> None:
     with _server(load_settings(assignments, profile=profile)) as server:
         is_changed = server.upgrade()
     click.echo(f"{server.path} {'is ready' if is_changed else 'was up to date'}.")
+
+
+@command.command("up", epilog="\b\nExample:\n  autofuse fleet up --ray auto --most 8 --cores 16\n")
+@click.option("--ray", "address", required=True, metavar="ADDRESS", help="The cluster, as Ray has it: auto, HOST:6379.")
+@click.option("--least", type=click.IntRange(0), default=0, help="Workers that stay while nothing waits.")
+@click.option("--most", type=click.IntRange(1), default=4, help="Workers at most.")
+@click.option("--requests-each", type=click.IntRange(1), default=8, help="Requests for which one worker is started.")
+@click.option(
+    "--cores", type=click.IntRange(1), help="Cores that a worker asks for. Default: all of the smallest host."
+)
+@click.option("--accelerator-type", default="", metavar="TYPE", help="Ask for a GPU of this type, such as H100.")
+@effort_options
+def up(
+    address: str,
+    cores: int | None,
+    accelerator_type: str,
+    profile: str | None,
+    assignments: tuple[str, ...],
+    **scale: int,
+) -> None:
+    """Keep workers on a Ray cluster, until this command is ended.
+
+    More while more requests wait, fewer when it has been less for a minute. Ray places them, and starts one anew where
+    a host has died. Each is 'autofuse daemon serve --fleet-worker'.
+    """
+    from autofuse.db.fleet_queue import FleetQueue
+    from autofuse.integrations.fleet_workers import FleetWorkers, Scale
+    from autofuse.integrations.ray_cluster import Place, RayCluster
+
+    settings = load_settings(assignments, profile=profile)
+    with _server(settings) as server:
+        server.check()
+        queue = FleetQueue(server)
+        options = [option for text in assignments for option in ("--set", text)]
+        options += ["--profile", profile] if profile else []
+        environment = {"AUTOFUSE_FLEET_URL": settings.fleet.url}
+        with contextlib.closing(RayCluster(address, Place(cores or 0, accelerator_type), options, environment)) as ray:
+            workers = FleetWorkers(lambda: _open(queue), ray, Scale(**scale), click.echo, time.monotonic)
+            _keep(workers)
+
+
+def _open(queue: FleetQueue) -> int:
+    length = queue.length()
+    return length.queued + length.running
+
+
+def _keep(workers: FleetWorkers) -> None:
+    """Look every few seconds, until SIGINT or SIGTERM; then end all workers."""
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        while not ended.is_set():
+            workers.look()
+            ended.wait(LOOK_SECONDS)
+    finally:
+        workers.close()
+    click.echo("All workers have ended.")
 
 
 def _server(settings: Settings) -> contextlib.closing[FleetServer]:

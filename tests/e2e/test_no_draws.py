@@ -137,6 +137,7 @@ UNGUARDED = {
     ("runtime/graph_runner.py", "from autofuse.wrapper"): "modules that the first graph has loaded",
     ("observer/module_calls.py", "from torch._dynamo.callback"): "a module of Dynamo, which is at work then",
     ("doctor.py", ""): "a command without a script",
+    ("integrations/ray_cluster.py", "import ray"): "a command without a script, and a process of Ray's",
     ("daemon/", ""): "the daemon's process",
     ("optim/tensors.py", "importlib.import_module(f'torch.optim."): "modules that torch has loaded",
     ("runtime/optim_hook.py", "importlib.import_module(f'torch.optim."): "modules that torch has loaded",
