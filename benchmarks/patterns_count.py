@@ -59,12 +59,12 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not _is_free(func):
+        if not is_free(func):
             self.count.add(1, tree_leaves((args, kwargs, result)))
         return result
 
 
-def _is_free(func: Any) -> bool:
+def is_free(func: Any) -> bool:
     """Views and allocations."""
     schema = func._schema
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

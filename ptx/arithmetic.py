@@ -22,8 +22,9 @@ TYPES: dict[str, np.dtype[Any]] = {
     **{f"s{n}": np.dtype(f"i{n // 8}") for n in (8, 16, 32, 64)},
     "f16": np.dtype(np.float16), "f32": np.dtype(np.float32), "f64": np.dtype(np.float64), "pred": np.dtype(np.bool_),
     "bf16": np.dtype(np.uint16), "bf16x2": np.dtype(np.uint32), "f16x2": np.dtype(np.uint32),
-    "tf32": np.dtype(np.uint32),
+    "tf32": np.dtype(np.uint32), "s16x2": np.dtype(np.uint32), "u16x2": np.dtype(np.uint32),
 }  # fmt: skip
+_PAIRS = {"s16x2": np.int16, "u16x2": np.uint16}  # of integers in a register
 _TINY = np.float32(np.finfo(np.float32).tiny)
 
 
@@ -323,6 +324,9 @@ def _plain(function: Callable[..., Array]) -> _Rule:
 def _either(of_floats: _Rule, of_others: Callable[..., Array]) -> _Rule:
     def found(words: Sequence[str], kind: str, *operands: Array) -> Array:
         is_float = kind.startswith(("f", "bf"))
+        if kind in _PAIRS:
+            parts = zip(*map(halves, operands), strict=True)
+            return joined(*(of_others(*(x.view(_PAIRS[kind]) for x in part)).view(np.uint16) for part in parts))
         return of_floats(words, kind, *operands) if is_float else of_others(*operands)
 
     return found

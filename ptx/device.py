@@ -18,6 +18,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,30 @@ _CPU, _CUDA = 1, 2  # DLPack's kinds of devices
 _KEY = torch._C.DispatchKey.CPU
 # What torch has a kernel of for all devices, which needs code for the device.
 CPUS = ("copy_", "convolution", "convolution_backward", "native_layer_norm", "native_group_norm", "sum.dim_IntList")
-NAME = "NVIDIA A100-SXM4-80GB"  # of sm_80, which `ptx` executes
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What a device says of itself, under the names that torch has for it."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    shared_memory_per_block_optin: int  # bytes
+    shared_memory_per_multiprocessor: int
+    L2_cache_size: int
+    shared_memory_per_block: int = 48 << 10
+    total_memory: int = 80 << 30
+    warp_size: int = 32
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    regs_per_multiprocessor: int = 65536
+    gcnArchName: str = ""
+
+
+A100 = Properties("NVIDIA A100-SXM4-80GB", 8, 0, 108, 163 << 10, 164 << 10, 40 << 20)  # of sm_80, which `ptx` executes
+H100 = Properties("NVIDIA H100 80GB HBM3", 9, 0, 132, 227 << 10, 228 << 10, 50 << 20)
 
 
 class Heap(Global):
@@ -176,16 +200,7 @@ class Event:
         return (end_event._at - self._at) * 1e3
 
 
-def _properties() -> SimpleNamespace:
-    return SimpleNamespace(
-        name=NAME, major=8, minor=0, multi_processor_count=108, total_memory=80 << 30, warp_size=32,
-        max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536,
-        shared_memory_per_block=48 << 10, shared_memory_per_block_optin=163 << 10, L2_cache_size=40 << 20,
-        gcnArchName="",
-    )  # fmt: skip
-
-
-def _surface() -> dict[str, Any]:
+def _surface(properties: Properties) -> dict[str, Any]:
     """Functions of `torch.cuda`, for one device with one stream."""
     stream = SimpleNamespace(cuda_stream=0x5000, synchronize=lambda: None, wait_stream=lambda other: None)
 
@@ -200,9 +215,9 @@ def _surface() -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "current_stream": lambda *device: stream,
-        "get_device_properties": lambda *device: _properties(),
-        "get_device_capability": lambda *device: (8, 0),
-        "get_device_name": lambda *device: NAME,
+        "get_device_properties": lambda *device: properties,
+        "get_device_capability": lambda *device: (properties.major, properties.minor),
+        "get_device_name": lambda *device: properties.name,
         "is_bf16_supported": lambda *args, **kwargs: True,
         "get_rng_state": lambda *device: torch.get_rng_state(),
         "set_rng_state": lambda state, *device: torch.set_rng_state(state),
@@ -260,15 +275,18 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def install(size: int = 32 << 20) -> tuple[Heap, Fallback]:
-    """Give this process a CUDA device with so many bytes. Raises RuntimeError where torch has one or is another one."""
+def install(size: int = 32 << 20, properties: Properties = A100) -> tuple[Heap, Fallback]:
+    """Give this process a CUDA device with so many bytes; ``properties``: what it says of itself.
+
+    Raises RuntimeError where torch has one or is another one.
+    """
     if not torch.__version__.startswith(TORCH):
         raise RuntimeError(f"expected torch {TORCH}*, whose virtual functions are known, found {torch.__version__}")
     if torch.backends.cuda.is_built():
         raise RuntimeError("expected a torch without CUDA, whose kernels would be in the way")
     _register_guard()
     _answer_for_the_hooks()
-    for name, value in _surface().items():
+    for name, value in _surface(properties).items():
         setattr(torch.cuda, name, value)
     heap = Heap(size)
     fallback = Fallback(heap)

@@ -108,6 +108,14 @@ class Machine:
         self._shared_size = -(-(sizes["shared"] + self._launch.shared_bytes) // 16) * 16
         self._local_size = sizes["local"]
 
+    def begin_at(self, block: int, grid: tuple[int, int, int]) -> None:
+        """Be a part of a launch of more blocks, in three axes: those from this one on, x varying fastest."""
+        x, y, z = grid
+        number = self._block + block
+        for axis, place, count in (("x", number % x, x), ("y", number // x % y, y), ("z", number // (x * y), z)):
+            self._special[f"%ctaid.{axis}"] = place
+            self._special[f"%nctaid.{axis}"] = np.full(self.lanes, count)
+
     # ---- running -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -299,7 +307,7 @@ class Machine:
     # ---- memory --------------------------------------------------------------------------------------------
 
     def _do_ld(self, item: Instruction, mask: Array) -> None:
-        to, source = item.operands
+        to, source, *_ = item.operands  # and perhaps a policy of the caches
         kind, space = item.opcode[-1], self._space(item)
         if space == "param":
             assert isinstance(source, Address)
@@ -321,7 +329,7 @@ class Machine:
             self._write(part, found if kind[0] != "s" or size >= 4 else found.astype(np.int16), mask)
 
     def _do_st(self, item: Instruction, mask: Array) -> None:
-        to, source = item.operands
+        to, source, *_ = item.operands
         kind, space = item.opcode[-1], self._space(item)
         if space == "param":  # of a call
             assert isinstance(to, Address)

@@ -1,0 +1,198 @@
+"""Launches of compiled GPU kernels as data, and what each of them does to memory.
+
+In: a compiled kernel of Triton's, whoever wrote it, its grid and its arguments. Out: a `Kernel`; `measure` gives what
+the assembler and the disassembler say of it, and what its PTX does when it is executed on the CPU: the bytes of global
+memory that it touches, and those that it asks for. Guarantee: nothing is a speed. Execution is of all blocks and
+threads, with 0 in all memory: kernels whose work depends on data have the work that zeros give them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autofuse.codegen.triton.machine_code import MachineCode, disassemble, read_nvidia
+from autofuse.codegen.triton.resources import Resources, occupancy
+from autofuse.errors import CompilerError
+from ptx.machine import Launch, Machine, places_of
+from ptx.memory import UNSIGNED, Conflicts, Global, Tracked
+from ptx.text import Instruction, parse
+
+ARCHITECTURE = "cuda:90"
+MOST_LANES = 1 << 15  # threads that are executed at a time
+LINE = 256  # bytes: allocations begin at a multiple of it
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A pointer among a kernel's arguments."""
+
+    storage: int  # which allocation
+    nbytes: int  # of the allocation
+    offset: int = 0  # bytes from its beginning
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch."""
+
+    name: str
+    ptx: str
+    grid: tuple[int, int, int]
+    threads: int  # of a block
+    shared_bytes: int
+    arguments: tuple[int | Buffer, ...]
+
+
+@dataclass
+class Launches:
+    """What one call of a graph launches."""
+
+    phase: str
+    kernels: list[Kernel] = field(default_factory=list)
+    library: list[str] = field(default_factory=list)  # operators that a library runs: products, convolutions
+    eager: list[tuple[str, int]] = field(default_factory=list)  # operators by eager's kernels, each with its bytes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One launch's figures."""
+
+    name: str
+    blocks: int
+    resources: Resources
+    occupancy: float
+    code: MachineCode
+    bytes: int  # that it reads, and that it writes, each byte once
+    asked: int  # bytes of all loads and stores, of all threads
+    accesses: int  # these loads and stores
+    executed: int  # PTX instructions of all threads, without moves between registers
+    reads: Mapping[int, int]  # bytes of all loads from each storage
+
+
+def from_triton(kernel: Any, grid: tuple[int, int, int], arguments: Sequence[int | Buffer]) -> Kernel:
+    """A launch of a kernel that Triton has compiled for NVIDIA."""
+    about = kernel.metadata
+    return Kernel(about.name, kernel.asm["ptx"], grid, about.num_warps * 32, about.shared, tuple(arguments))
+
+
+# ---- the assembler ---------------------------------------------------------------------------------------------------
+
+
+def tool(name: str) -> Path:
+    """A tool of NVIDIA's in Triton's wheel. Raises CompilerError."""
+    found = importlib.util.find_spec("triton")
+    path = Path(str(found and found.origin)).parent / "backends" / "nvidia" / "bin" / name
+    if not path.exists():
+        raise CompilerError(f"expected Triton's wheel with {path}: pip install 'autofuse[gpu]'")
+    return path
+
+
+def assembled(kernel: Kernel) -> tuple[Resources, MachineCode]:
+    """What the assembler makes of a kernel's PTX. Raises CompilerError."""
+    architecture = re.search(r"^\.target (sm_\w+)", kernel.ptx, re.MULTILINE)
+    with tempfile.TemporaryDirectory(prefix="autofuse-race-") as folder:
+        text, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        text.write_text(kernel.ptx)
+        command = [tool("ptxas"), "-v", f"--gpu-name={architecture and architecture[1]}", text, "-o", cubin]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode != 0:
+            raise CompilerError(f"expected ptxas to take {kernel.name}, found: {done.stderr[:200]}")
+        image = cubin.read_bytes()
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)]
+    resources = Resources(max(registers), sum(spills), kernel.shared_bytes, kernel.threads)
+    return resources, read_nvidia(disassemble(image, tool("nvdisasm")))
+
+
+# ---- execution -------------------------------------------------------------------------------------------------------
+
+
+class Counted(Tracked):
+    """Memory that counts what is asked of it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, Conflicts(), "global memory", np.zeros(size, np.uint8))
+        self.was_read, self.was_written = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
+        self.loads = np.zeros(size // LINE + 1, np.int64)  # bytes asked for, of each line
+        self.asked = 0
+
+    def load(self, at: Any, size: int, who: Any, when: Any, text: str) -> Any:
+        self.loads += size * np.bincount(at // LINE, minlength=len(self.loads))
+        self._count(at, size, self.was_read)
+        return self.data.view(UNSIGNED[size])[at // size]
+
+    def store(self, at: Any, size: int, values: Any, who: Any, when: Any, text: str) -> None:
+        self._count(at, size, self.was_written)
+        self.data.view(UNSIGNED[size])[at // size] = values.astype(UNSIGNED[size])
+
+    def _count(self, at: Any, size: int, touched: Any) -> None:
+        self.asked += size * len(at)
+        touched.reshape(-1, size)[at // size] = True
+
+
+class _Counting(Machine):
+    """A machine that counts what its lanes do."""
+
+    executed = accesses = 0
+
+    def _step(self, item: Instruction) -> Callable[[Any], None]:
+        run, words = super()._step(item), item.opcode
+        is_access = words[0] in ("ld", "st", "cp") and "global" in words and "commit_group" not in words
+        if words[0] in ("mov", "cvta"):
+            return run
+
+        def counted(mask: Any) -> None:
+            lanes = int(np.count_nonzero(mask))
+            self.executed += lanes
+            self.accesses += lanes * is_access
+            run(mask)
+
+        return counted
+
+
+def measure(kernel: Kernel) -> Measured:
+    """All figures of a launch. Raises CompilerError, `ptx.text.Unsupported` and `ptx.memory.Fault`."""
+    resources, code = assembled(kernel)
+    held = occupancy(resources, ARCHITECTURE)
+    program, memory = parse(kernel.ptx), Global(Conflicts())
+    sizes = {a.storage: a.nbytes for a in kernel.arguments if isinstance(a, Buffer)}
+    places = {storage: memory.reserve(size) for storage, size in sizes.items()}
+    named = {name: memory.reserve(size) for name, _, size in places_of(program)}
+    memory.allocate()
+    counted = memory.tracked = Counted(len(memory.tracked.data))
+    for name, data, _ in places_of(program):
+        memory.write(named[name], data)
+    arguments = [places[a.storage] + a.offset if isinstance(a, Buffer) else a for a in kernel.arguments]
+    arguments += [0] * (len(program.parameters) - len(arguments))  # Triton's own memory: none
+    blocks, executed, accesses = math.prod(kernel.grid), 0, 0
+    most = max(1, MOST_LANES // kernel.threads)
+    for first in range(0, blocks, most):
+        launch = Launch(min(most, blocks - first), kernel.threads, kernel.shared_bytes, tuple(arguments))
+        machine = _Counting(program, launch, memory, Conflicts(), named)
+        machine.begin_at(first, kernel.grid)
+        machine.run()
+        executed, accesses = executed + machine.executed, accesses + machine.accesses
+    lines = {storage: slice((place - memory.base) // LINE, -(-(place - memory.base + sizes[storage]) // LINE))
+             for storage, place in places.items()}  # fmt: skip
+    return Measured(
+        name=kernel.name,
+        blocks=blocks,
+        resources=resources,
+        occupancy=held.share if held else 0.0,
+        code=code,
+        bytes=int(counted.was_read.sum()) + int(counted.was_written.sum()),
+        asked=counted.asked,
+        accesses=accesses,
+        executed=executed,
+        reads={storage: int(counted.loads[span].sum()) for storage, span in lines.items()},
+    )
