@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,15 +27,15 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.utils._triton
 from torch._inductor.graph import GraphLowering
-from benchmarks.patterns_count import is_free
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
+from benchmarks.patterns_count import is_free
 from ptx import device
-from ptx.static_kernels import ARCHITECTURE, Buffer, Kernel, Launches, from_triton
+from ptx.static_kernels import ARCHITECTURE, Buffer, Launches, from_triton
 
 _BYTES = 4 << 20  # of the device: Inductor makes numbers of its constants there
 DEVICE = torch.device("cuda:0")
@@ -86,7 +87,10 @@ def on_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def until_compiled(function: Callable[..., Any], arguments: Sequence[torch.Tensor], backend: Any) -> None:
     """Compile the graphs of a call, the backward one too, by a backend whose callables raise `Compiled`."""
     torch._dynamo.reset()
-    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True), torch._dynamo.config.patch(suppress_errors=False):
+    with (
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        torch._dynamo.config.patch(suppress_errors=False),
+    ):
         try:
             torch.compile(function, backend=backend)(*arguments)
         except Compiled:
@@ -180,29 +184,26 @@ class _Libraries(TorchDispatchMode):
 
 
 def _noted(graph: GraphLowering) -> Launches:
-    """What a call of a lowered graph launches."""
+    """What a call of a lowered graph launches: its Python is called on tensors without data."""
     text = graph.codegen()[0].value
-    found = Launches(_phase(graph))
-    kept: list[Any] = []
-    space: dict[str, Any] = {"__name__": "inductor_graph"}
-    noting = SimpleNamespace(
+    found, kept = Launches(_phase(graph)), list[Any]()
+    compiler = SimpleNamespace(
         triton=lambda name, source, **kwargs: _Noting(name, source, found, kept), wait=lambda scope: None
     )
-    with torch._subclasses.fake_tensor.unset_fake_temporarily(), mock.patch(
-        "torch._inductor.async_compile.AsyncCompile", lambda: noting
+    space: dict[str, Any] = {"__name__": "inductor_graph"}
+    with (
+        unset_fake_temporarily(),
+        mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: compiler),
+        mock.patch.multiple(torch.cuda, _DeviceGuard=lambda index: nullcontext(), set_device=lambda index: None),
     ):
         exec(compile(text, "<inductor>", "exec"), space)
-        space |= {
-            "empty_strided_cuda": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="meta"),
-            "get_raw_stream": lambda device: 0,
-        }
+        space["empty_strided_cuda"] = lambda size, stride, dtype: torch.empty_strided(
+            size, stride, dtype=dtype, device="meta"
+        )
         inputs = [_without_data(value) for value in graph.graph_inputs.values()]
         call = space["call"] if "call" in space else space["Runner"]([]).call
-        with mock.patch.multiple(
-            torch.cuda, _DeviceGuard=lambda *a: mock.MagicMock(), set_device=lambda *a: None
-        ):
-            with _Libraries(found):
-                call(inputs)
+        with _Libraries(found):
+            call(inputs)
     return found
 
 

@@ -93,7 +93,9 @@ class _Tensors:
         base, hints = self._graph.base(ref), self._graph.hints
         storage = self._storages.setdefault(base, len(self._storages))
         offset = 0 if ref == base else self._offsets.get(ref, 0)
-        return Buffer(storage, max(_nbytes(self._graph.spec(base), hints), offset + _nbytes(self._graph.spec(ref), hints)), offset)
+        return Buffer(
+            storage, max(_nbytes(self._graph.spec(base), hints), offset + _nbytes(self._graph.spec(ref), hints)), offset
+        )
 
 
 def kernels_of(form: NodeForm, values: Mapping[str, int], params: Sequence[Buffer]) -> list[Kernel]:
@@ -101,9 +103,7 @@ def kernels_of(form: NodeForm, values: Mapping[str, int], params: Sequence[Buffe
     config = default_config(_GENERATOR.knobs(form, values, values))
     source = _GENERATOR.source(form, config, {})
     call = resolve(source, values)
-    scratch = [
-        Buffer(-1 - n, count * torch_dtype(dtype).itemsize) for n, (dtype, count) in enumerate(call.scratch)
-    ]
+    scratch = [Buffer(-1 - n, count * torch_dtype(dtype).itemsize) for n, (dtype, count) in enumerate(call.scratch)]
     assumed = natural_assumptions(source.symbols, values)
     made = {found.number: found.kernel for found in compiled_kernels(source, ARCHITECTURE, [assumed])}
     kernels = []

@@ -23,13 +23,14 @@ import numpy as np
 from autofuse.codegen.triton.machine_code import MachineCode, disassemble, read_nvidia
 from autofuse.codegen.triton.resources import Resources, occupancy
 from autofuse.errors import CompilerError
-from ptx.machine import Launch, Machine, places_of
+from ptx.machine import WARP, Launch, Machine, places_of
 from ptx.memory import UNSIGNED, Conflicts, Global, Tracked
 from ptx.text import Instruction, parse
 
 ARCHITECTURE = "cuda:90"
 MOST_LANES = 1 << 15  # threads that are executed at a time
-LINE = 256  # bytes: allocations begin at a multiple of it
+SECTOR = 32  # bytes that memory moves at once, as NVIDIA's profiler counts; allocations begin at a multiple of it
+_BEYOND = 1 << 40  # sectors
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ class Measured:
     occupancy: float
     code: MachineCode
     bytes: int  # that it reads, and that it writes, each byte once
-    asked: int  # bytes of all loads and stores, of all threads
-    accesses: int  # these loads and stores
     executed: int  # PTX instructions of all threads, without moves between registers
-    reads: Mapping[int, int]  # bytes of all loads from each storage
+    sectors: int  # that all warps ask for, each access for each once
+    width: float  # bytes of a thread's access, in the mean over sectors
+    reads: Mapping[int, int]  # of the sectors, what is read from each storage
 
 
 def from_triton(kernel: Any, grid: tuple[int, int, int], arguments: Sequence[int | Buffer]) -> Kernel:
@@ -117,47 +118,54 @@ def assembled(kernel: Kernel) -> tuple[Resources, MachineCode]:
 # ---- execution -------------------------------------------------------------------------------------------------------
 
 
-class Counted(Tracked):
-    """Memory that counts what is asked of it."""
+class Touched(Tracked):
+    """Memory of which it is known what was read and what was written."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, Conflicts(), "global memory", np.zeros(size, np.uint8))
         self.was_read, self.was_written = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
-        self.loads = np.zeros(size // LINE + 1, np.int64)  # bytes asked for, of each line
-        self.asked = 0
 
     def load(self, at: Any, size: int, who: Any, when: Any, text: str) -> Any:
-        self.loads += size * np.bincount(at // LINE, minlength=len(self.loads))
-        self._count(at, size, self.was_read)
+        self.was_read.reshape(-1, size)[at // size] = True
         return self.data.view(UNSIGNED[size])[at // size]
 
     def store(self, at: Any, size: int, values: Any, who: Any, when: Any, text: str) -> None:
-        self._count(at, size, self.was_written)
+        self.was_written.reshape(-1, size)[at // size] = True
         self.data.view(UNSIGNED[size])[at // size] = values.astype(UNSIGNED[size])
-
-    def _count(self, at: Any, size: int, touched: Any) -> None:
-        self.asked += size * len(at)
-        touched.reshape(-1, size)[at // size] = True
 
 
 class _Counting(Machine):
     """A machine that counts what its lanes do."""
 
-    executed = accesses = 0
+    def __init__(self, *arguments: Any) -> None:
+        self.executed = self.sectors = self.widths = 0
+        self.sectors_read: list[Any] = []  # their addresses over `SECTOR`, once for each request
+        self._warps: Any = None
+        super().__init__(*arguments)
 
     def _step(self, item: Instruction) -> Callable[[Any], None]:
         run, words = super()._step(item), item.opcode
-        is_access = words[0] in ("ld", "st", "cp") and "global" in words and "commit_group" not in words
         if words[0] in ("mov", "cvta"):
             return run
 
         def counted(mask: Any) -> None:
-            lanes = int(np.count_nonzero(mask))
-            self.executed += lanes
-            self.accesses += lanes * is_access
+            self._warps = np.flatnonzero(mask) // WARP
+            self.executed += len(self._warps)
             run(mask)
 
         return counted
+
+    def _aligned(self, at: Any, size: int, item: Instruction) -> None:
+        """Each access of a warp asks for each sector once, whatever its lanes have in common."""
+        super()._aligned(at, size, item)
+        if self._space(item) != "global":
+            return
+        keys = self._warps * _BEYOND + (at - self._global.base) // SECTOR
+        sectors = np.unique(keys[np.append(True, keys[1:] != keys[:-1])]) % _BEYOND
+        if item.opcode[0] == "ld":
+            self.sectors_read.append(sectors)
+        self.sectors += len(sectors)
+        self.widths += size * len(sectors)
 
 
 def measure(kernel: Kernel) -> Measured:
@@ -169,30 +177,32 @@ def measure(kernel: Kernel) -> Measured:
     places = {storage: memory.reserve(size) for storage, size in sizes.items()}
     named = {name: memory.reserve(size) for name, _, size in places_of(program)}
     memory.allocate()
-    counted = memory.tracked = Counted(len(memory.tracked.data))
+    touched = memory.tracked = Touched(len(memory.tracked.data))
     for name, data, _ in places_of(program):
         memory.write(named[name], data)
     arguments = [places[a.storage] + a.offset if isinstance(a, Buffer) else a for a in kernel.arguments]
     arguments += [0] * (len(program.parameters) - len(arguments))  # Triton's own memory: none
-    blocks, executed, accesses = math.prod(kernel.grid), 0, 0
-    most = max(1, MOST_LANES // kernel.threads)
+    blocks, sums = math.prod(kernel.grid), np.zeros(3, np.int64)
+    most, reads = max(1, MOST_LANES // kernel.threads), np.zeros(len(touched.data) // SECTOR + 1, np.int64)
     for first in range(0, blocks, most):
         launch = Launch(min(most, blocks - first), kernel.threads, kernel.shared_bytes, tuple(arguments))
         machine = _Counting(program, launch, memory, Conflicts(), named)
         machine.begin_at(first, kernel.grid)
         machine.run()
-        executed, accesses = executed + machine.executed, accesses + machine.accesses
-    lines = {storage: slice((place - memory.base) // LINE, -(-(place - memory.base + sizes[storage]) // LINE))
-             for storage, place in places.items()}  # fmt: skip
+        sums += (machine.executed, machine.sectors, machine.widths)
+        for sectors in machine.sectors_read:
+            reads += np.bincount(sectors, minlength=len(reads))
+    executed, sectors_asked, widths = map(int, sums)
+    spans = {n: ((place - memory.base) // SECTOR, -(-sizes[n] // SECTOR)) for n, place in places.items()}
     return Measured(
         name=kernel.name,
         blocks=blocks,
         resources=resources,
         occupancy=held.share if held else 0.0,
         code=code,
-        bytes=int(counted.was_read.sum()) + int(counted.was_written.sum()),
-        asked=counted.asked,
-        accesses=accesses,
+        bytes=int(touched.was_read.sum()) + int(touched.was_written.sum()),
         executed=executed,
-        reads={storage: int(counted.loads[span].sum()) for storage, span in lines.items()},
+        sectors=sectors_asked,
+        width=widths / max(sectors_asked, 1),
+        reads={n: int(reads[begin : begin + count].sum()) for n, (begin, count) in spans.items()},
     )

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Column:
 COLUMNS = (
     Column("kernels"),
     Column("bytes", within=0.02),
+    Column("sectors", within=0.05),
     Column("passes", within=0.05),
     Column("registers"),
     Column("occupancy", least_is_best=False),
@@ -64,25 +65,26 @@ def figures(found: Any) -> dict[str, Any]:
 
     ``passes``: how often the largest tensors are read, the one most; ``instructions``: of all threads.
     """
-    from ptx.static_kernels import Buffer, measure
+    from ptx.static_kernels import SECTOR, Buffer, measure
 
     made = [measure(kernel) for kernel in found.kernels]
     eager = sum(nbytes for _, nbytes in found.eager)
     sizes = {a.storage: a.nbytes for k in found.kernels for a in k.arguments if isinstance(a, Buffer)}
-    reads: Counter[int] = Counter()
+    reads: Counter[int] = Counter()  # bytes
     for one in made:
-        reads.update({storage: asked for storage, asked in one.reads.items() if storage >= 0})
+        reads.update({storage: SECTOR * sectors for storage, sectors in one.reads.items() if storage >= 0})
     large = max((sizes[s] for s, asked in reads.items() if asked), default=1) / 2
-    asked = sum(one.asked for one in made) + eager
-    accesses = sum(one.accesses for one in made) + eager // EAGERS_WIDTH
+    sectors = sum(one.sectors for one in made) + eager // SECTOR
+    widths = sum(one.sectors * one.width for one in made) + eager // SECTOR * EAGERS_WIDTH
     return {
         "kernels": len(made) + len(found.eager),
         "bytes": sum(one.bytes for one in made) + eager,
+        "sectors": sectors,
         "passes": round(max((n / sizes[s] for s, n in reads.items() if sizes[s] >= large), default=0.0), 2),
         "registers": max((one.resources.registers for one in made), default=0),
         "occupancy": round(min((one.occupancy for one in made), default=1.0), 2),
         "spill bytes": sum(one.resources.spill_bytes for one in made),
-        "bytes an access": round(asked / max(accesses, 1), 2),
+        "bytes an access": round(widths / max(sectors, 1), 2),
         "instructions": sum(one.executed for one in made),
         "library": found.library,
         "eager": [name for name, _ in found.eager],

@@ -2,7 +2,7 @@
 
 In: a loop kernel, the sizes it is timed on and the upper ends of its bucket. Out: the knobs, each with choices.
 Guarantee: every configuration made of these choices is right for all sizes of the bucket. Names are those that Triton
-users know; blocks are powers of two. Source of the defaults: about 1024 elements a program for element-wise work, 128 a
+users know; blocks are powers of two. Source of the defaults: about 1024 elements a program for element-wise work, 256 a
 warp for reductions, as hand-written kernels and Inductor's heuristics have them.
 """
 
@@ -22,6 +22,12 @@ MAX_ROW_BESIDE_SUMS = 16384  # of kernels that hold column sums in registers too
 MOST_PARTIALS = 1 << 26  # of a column sum that grows in scratch memory, all programs together: 256 MiB of float32
 LONG_ROW = 16384  # columns from which loops over them may have merged passes
 MAX_TILE = 32768  # elements of a tile
+ROW_ELEMENTS = 256  # of a warp that holds whole rows: with half as many, a row takes up to twice the instructions
+ROWS_ELEMENTS = (
+    512  # of a tile of whole rows: with twice as many, one takes a third more instructions (sm_90, 512 columns)
+)
+FEW_ROWS = 256  # up to here one program adds up a column, and no second kernel is needed
+ENOUGH_PROGRAMS = 256  # that keep a GPU busy: nor is one where tiles of columns are as many
 WARPS = (1, 2, 4, 8, 16)
 HEAVY = (
     480  # operations on an element, twice those in float64: beyond, several elements a thread spill (zeta, polygamma)
@@ -103,14 +109,14 @@ class _Space:
             return self._looped((False,))
         if whole > (256 if self.is_crossed else 1024) and not self.col_reduce:
             return [*self._looped((True, False)), Knob("ROW_BLOCK", (whole,), whole, "columns of a persistent tile")]
-        row = max(1, min(_power(self.rows), max(1024 // whole, self._least_rows(whole))))
+        elements = 1024 if self.col_reduce else ROWS_ELEMENTS
+        row = max(1, min(_power(self.rows), max(elements // whole, self._least_rows(whole))))
         rows = _powers(1, max(row, min(_power(self.rows), 4096 // whole, 64)))
         knobs = [_blocks("BLOCK_COLS", (whole,), whole), _blocks("BLOCK_ROWS", rows, row)]
-        # Beside column sums a thread holds several values of each element.
-        knobs.append(_warps(row * whole // 256, 32 if self.col_reduce and whole > 2048 else 8))
+        knobs.append(_warps(row * whole // ROW_ELEMENTS, 32 if self.col_reduce and whole > 2048 else 8))
         knobs.append(Knob("persistent", (True,), True, "a whole row in registers"))
         if self.col_reduce or self.single:
-            knobs += [_programs(self.rows // row), _stages()]
+            knobs += [_programs(self.rows // row, usual=256 if self.col_reduce else 1024), _stages()]
         return knobs
 
     def _looped(self, persistent: tuple[bool, ...]) -> list[Knob]:
@@ -121,8 +127,10 @@ class _Space:
             knobs = [_blocks("BLOCK_COLS", (256, 512, 1024, 2048), 1024), _blocks("BLOCK_ROWS", (1, 2, 4, 8), 4)]
         else:
             knobs = [_blocks("BLOCK_COLS", (512, 1024, 2048, 4096), 2048), _blocks("BLOCK_ROWS", (1, 2, 4), 1)]
-        knobs += [_warps(min(8, self.most_cols // 256), 32 if self.most_cols > 8192 else 8), _stages()]
         first = persistent[0] and not self.is_crossed and self.most_cols <= USUAL_ROW
+        most = 32 if self.most_cols > 8192 else 16 if first else 8
+        wanted = _power(self.most_cols) // ROW_ELEMENTS
+        knobs += [_warps(wanted if first else min(8, wanted), most), _stages()]
         knobs.append(Knob("persistent", persistent, first, "a whole row in registers, or loops over columns"))
         if self.most_cols >= LONG_ROW and not self.kernel.has_scan and can_merge_passes(self.kernel):
             usual = "several" if persistent[0] else "one"
@@ -144,7 +152,9 @@ class _Space:
     def _sums(self) -> list[Knob]:
         widest = _power(self.cols)
         cols = _powers(min(widest, 32), min(widest, 512))
-        col = min(widest, 128)
+        has_few_rows, is_wide = self.rows <= FEW_ROWS, self.cols >= 128 * ENOUGH_PROGRAMS
+        is_alone = not self.single and (has_few_rows or is_wide)
+        col = min(widest, 32 if is_alone and not is_wide else 128)
         rows = _powers(min(_power(self.rows), 4), min(_power(self.rows), 128))
         row = min(rows[-1], max(rows[0], 4096 // col // 2))
         tiles = max(1, self.rows // row) * max(1, self.cols // col)
@@ -152,7 +162,7 @@ class _Space:
             _blocks("BLOCK_COLS", cols, col),
             _blocks("BLOCK_ROWS", rows, row),
             _warps(row * col // 256),
-            _programs(tiles),
+            _programs(1 if is_alone else tiles),
             _stages(),
         ]
 
@@ -200,8 +210,12 @@ def _stages() -> Knob:
     return Knob("num_stages", (1, 2, 3), 1, "loads in flight ahead of a loop's work")
 
 
-def _programs(tiles: int, most: int = 1024) -> Knob:
-    """How many programs share the tiles; one may finish by itself, several need a second kernel."""
+def _programs(tiles: int, most: int = 1024, usual: int = 256) -> Knob:
+    """How many programs share the tiles; one may finish by itself, several need a second kernel.
+
+    ``usual``: where there are many tiles. Each program of a column sum writes a row of scratch memory.
+    """
     choices = tuple(n for n in (1, 64, 256, 1024) if n <= max(1, most))
-    usual = 1 if tiles <= 8 else min(256, choices[-1])
-    return Knob("PROGRAMS", choices, usual, "programs that share a reduction over rows")
+    return Knob(
+        "PROGRAMS", choices, 1 if tiles <= 8 else min(usual, choices[-1]), "programs that share a reduction over rows"
+    )

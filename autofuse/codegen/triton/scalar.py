@@ -87,10 +87,30 @@ def _divide(name: str, a: str, b: str) -> str:
     return f"{a} / {b}" if is_float(name) else f"{a} // {b}"
 
 
+def _exact_inverse(name: str, divisor: LoopValue) -> str:
+    """One over a constant power of two, as text: x * 2**-k has the bits of x / 2**k; empty for other divisors.
+
+    Means over 512 or 4096 elements divide so, and a division that rounds as IEEE says is some ten instructions.
+    """
+    if divisor.op != "const" or not is_float(name) or isinstance(divisor.attr, str):
+        return ""
+    mantissa, exponent = math.frexp(float(divisor.attr))  # type: ignore[arg-type]
+    is_exact = abs(mantissa) == 0.5 and abs(exponent - 1) <= _LARGEST_EXPONENT[name]
+    return literal(1.0 / float(divisor.attr), name) if is_exact else ""  # type: ignore[arg-type]
+
+
+_LARGEST_EXPONENT = {"float32": 126, "float64": 1022}  # both the power and its inverse are normal numbers
+
+
 class TritonScalars(ScalarPrinter):
     """Prints scalar ops in Triton. ``fast``: approximate instructions in place of the device library's functions."""
 
     unary = _UNARY
+
+    def expression(self, value: LoopValue, args: Sequence[str], operands: Sequence[LoopValue]) -> str:
+        if value.op == "div" and (inverse := _exact_inverse(value.dtype, operands[1])):
+            return f"{args[0]} * {inverse}"
+        return super().expression(value, args, operands)
 
     def converted(self, a: str, name: str) -> str:
         return f"{a}.to({TYPES[name]})"

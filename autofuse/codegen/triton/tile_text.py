@@ -15,7 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autofuse.codegen.column_passes import ROW_RESULTS, store_region
-from autofuse.codegen.loops import GUARDED, SINKS, Access, LoopKernel, Region, Scan, Store, live_values, regions
+from autofuse.codegen.loops import (
+    GUARDED,
+    SINKS,
+    Access,
+    LoopKernel,
+    LoopValue,
+    Region,
+    Scan,
+    Store,
+    live_values,
+    regions,
+)
 from autofuse.codegen.triton.scalar import (
     TAKES_LITERALS,
     TYPES,
@@ -211,7 +222,13 @@ class TileText:
         operands = [self.kernel.values[a] for a in value.args]
         # a literal takes its type from the operand beside it, so that one must not be a constant
         inline = value.op in TAKES_LITERALS and any(o.op != "const" for o in operands[-2:])
+        operands = self._with_sizes(operands) if value.op == "div" else operands
         return self.scalars.expression(value, [self.text(a, inline) for a in value.args], operands)
+
+    def _with_sizes(self, operands: Sequence[LoopValue]) -> list[LoopValue]:
+        """The operands, with sizes that are built in as constants."""
+        known = {o: self._known(as_dim(o.attr)) for o in operands if o.op == "size"}
+        return [LoopValue("const", o.dtype, (), n) if isinstance(n := known.get(o), int) else o for o in operands]
 
     def _load(self, number: int, access: Access) -> str:
         value, region = self.kernel.values[number], self.regions[number]
