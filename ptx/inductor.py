@@ -48,6 +48,7 @@ _CONFIG = {
     "compile_threads": 1,
     "fx_graph_cache": False,
     "assume_aligned_inputs": True,
+    "shape_padding": False,  # of products, decided by timing them on the device
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptx.arithmetic import RULES, TYPES, compared, converted
-from ptx.machine import Launch, meeting_places, run
+from ptx.machine import Launch, Machine, meeting_places, run
 from ptx.memory import Conflicts, Fault, Global
 from ptx.text import Address, Immediate, Unsupported, parse
 
@@ -247,6 +247,28 @@ def test_shifts_and_fields(a: int, place: int, count: int) -> None:
 def test_floats(name: str, opcode: str, operands: tuple[float, ...], expected: float) -> None:
     found = one(name, opcode, *operands)
     assert found == expected and np.signbit(found) == np.signbit(expected)
+
+
+def test_two_integers_of_a_register_are_added_each() -> None:
+    given = [np.array([x], np.uint32) for x in (0x7FFF_FFFF, 0x0001_0002)]
+    assert RULES["add"](("add", "s16x2"), "s16x2", *given)[0] == 0x8000_0001
+
+
+def test_a_policy_of_the_caches_is_passed_over_and_a_part_of_a_grid_knows_its_place() -> None:
+    """Blocks 3 and 4 of a grid of 2 x 3: each stores its place along x and y."""
+    body = """mov.u32 %r10, %ctaid.x; mov.u32 %r11, %ctaid.y; mov.u32 %r12, %nctaid.y;
+        mad.lo.s32 %r13, %r12, %r10, %r11; mad.wide.s32 %rd5, %r13, 4, %rd1;
+        createpolicy.fractional.L2::evict_first.b64 %rd6, 1.0;
+        st.global.L1::evict_first.L2::cache_hint.b32 [ %rd5 + 0 ], { %r13 }, %rd6; ret; }"""
+    program = parse(HEAD + body)
+    memory = Global(Conflicts())
+    place = memory.reserve(24)
+    memory.allocate()
+    machine = Machine(program, Launch(2, 32, 64, (place, 0, 0)), memory, Conflicts(), {})
+    machine.begin_at(3, (2, 3, 1))
+    machine.run()
+    found = memory.read(place, 24).view(np.int32)
+    assert [n for n in found if n >= 0] == [2, 4]  # (1, 1) and (0, 2), of 3 along y
 
 
 def test_nan_where_it_is_asked_for() -> None:

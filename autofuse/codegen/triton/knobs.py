@@ -18,7 +18,8 @@ from autofuse.ir.shape import Dim, evaluate, product
 
 MAX_ROW = 65536  # columns of a row that may live in registers: 64 floats a thread at 32 warps; what spills is pruned
 USUAL_ROW = 16384  # up to here a row is tried in registers first
-MAX_ROW_BESIDE_SUMS = 16384  # of kernels that hold column sums in registers too
+USUAL_LONG_WORK = 36  # operations on an element of a row of more than 8,192 columns: beyond, 1,024 threads spill
+MAX_ROW_BESIDE_SUMS = 8192  # of kernels that hold column sums in registers too; beyond, all of them spill
 MOST_PARTIALS = 1 << 26  # of a column sum that grows in scratch memory, all programs together: 256 MiB of float32
 LONG_ROW = 16384  # columns from which loops over them may have merged passes
 MAX_TILE = 32768  # elements of a tile
@@ -127,8 +128,9 @@ class _Space:
             knobs = [_blocks("BLOCK_COLS", (256, 512, 1024, 2048), 1024), _blocks("BLOCK_ROWS", (1, 2, 4, 8), 4)]
         else:
             knobs = [_blocks("BLOCK_COLS", (512, 1024, 2048, 4096), 2048), _blocks("BLOCK_ROWS", (1, 2, 4), 1)]
-        first = persistent[0] and not self.is_crossed and self.most_cols <= USUAL_ROW
-        most = 32 if self.most_cols > 8192 else 16 if first else 8
+        usual_row = USUAL_ROW if _work(self.kernel) < USUAL_LONG_WORK else 8192
+        first = persistent[0] and not self.is_crossed and self.most_cols <= usual_row
+        most = 32 if self.most_cols > (4096 if first else 8192) else 16 if first else 8
         wanted = _power(self.most_cols) // ROW_ELEMENTS
         knobs += [_warps(wanted if first else min(8, wanted), most), _stages()]
         knobs.append(Knob("persistent", persistent, first, "a whole row in registers, or loops over columns"))

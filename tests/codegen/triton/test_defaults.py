@@ -16,6 +16,7 @@ from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.scalar import TritonScalars
 from autofuse.codegen.triton.source import TritonSource, resolve
 from autofuse.ir.records import Config, make_config
+from tests.cases import CASES
 from tests.tracing import trace
 
 Values = Mapping[str, int]
@@ -30,12 +31,23 @@ def printed(function: Callable[..., object], *tensors: torch.Tensor, values: Val
 
 @pytest.mark.parametrize(
     ("columns", "rows_of_a_tile", "warps"),
-    [(128, 4, 2), (256, 2, 2), (512, 1, 2), (1000, 1, 4), (2025, 1, 8), (4096, 1, 16), (16384, 1, 32)],
+    [(128, 4, 2), (256, 2, 2), (512, 1, 2), (1000, 1, 4), (2025, 1, 8), (4096, 1, 16), (8192, 1, 32), (16384, 1, 32)],
 )
 def test_whole_rows_have_eight_elements_a_thread(columns: int, rows_of_a_tile: int, warps: int) -> None:
     _, config = printed(lambda x: torch.softmax(x, 1), torch.zeros(5, 7), values={"s0": 4096, "s1": columns})
     knobs = dict(config)
     assert (knobs["BLOCK_ROWS"], knobs["num_warps"], knobs["persistent"]) == (rows_of_a_tile, warps, True)
+
+
+def test_long_rows_are_looped_over_where_registers_do_not_hold_them() -> None:
+    """Beside column sums, or with much work on each element, 16,384 columns spilled: such kernels are never timed."""
+    backward = lower(CASES["layer_norm_backward"].form())
+    rows = lower(trace(lambda x: (torch.softmax(torch.tanh(x), 1), torch.erf(x)), [torch.zeros(5, 7)]))
+    for kernel, sizes in ((backward, ("s0", "s2")), (rows, ("s0", "s1"))):
+        for columns, is_whole in ((8192, True), (16384, False)):
+            values = dict.fromkeys(kernel.symbols, 1) | dict(zip(sizes, (4096, columns), strict=True))
+            knobs = {knob.name: knob for knob in triton_knobs(kernel, values, values)}
+            assert knobs["persistent"].default is is_whole
 
 
 @pytest.mark.parametrize(
