@@ -137,7 +137,8 @@ def test_an_input_whose_strides_have_varied(session: Session) -> None:
 
     model = WritesRows()
     base = torch.linspace(-3, 8, 100)
-    for sizes, strides in [((9, 5), (10, 2)), ((8, 5), (10, 1)), ((7, 4), (12, 3)), ((4, 5), (3, 1)), ((6, 3), (2, 1))] * 2:
+    apart = [((9, 5), (10, 2)), ((8, 5), (10, 1)), ((7, 4), (12, 3))]
+    for sizes, strides in [*apart, ((4, 5), (3, 1)), ((6, 3), (2, 1))] * 2:
         one, twin = base.clone(), base.clone()
         result = model(one.as_strided(sizes, strides), torch.tensor([0, 2]))
         assert torch.equal(result, written(twin.as_strided(sizes, strides), torch.tensor([0, 2])))
