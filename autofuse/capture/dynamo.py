@@ -33,6 +33,7 @@ from autofuse.capture.graph_break_call import find_parted
 from autofuse.capture.guarded_call import DirectCalls
 from autofuse.capture.traced import ROOT_FILE, Keeper, TracedElsewhere
 from autofuse.preserve_rng import untouched
+from autofuse.script_signals import held_back
 from autofuse.startup import gc_pause
 from autofuse.warning_filters import unchanged
 
@@ -369,8 +370,15 @@ def capture_settings(recompile_limit: int) -> Iterator[None]:
     patched = config.patch(
         ignore_logging_functions=ignored, recompile_limit=recompile_limit, use_numpy_random_stream=True, **hooks
     )
-    filters = unchanged(CompileContext.try_get)  # which is None where the script's own code runs
-    with patched, filters, not_of_our_traces.active(), gc_pause.paused(), without_batch_guards():
+    is_compiling = CompileContext.try_get  # None where the script's own code runs
+    with (
+        held_back(is_compiling),
+        unchanged(is_compiling),
+        patched,
+        not_of_our_traces.active(),
+        gc_pause.paused(),
+        without_batch_guards(),
+    ):
         yield
 
 

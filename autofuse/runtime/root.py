@@ -38,6 +38,7 @@ from autofuse.runtime.root_tracing import TracedCalls, ran_forward
 from autofuse.runtime.root_untimed import UntimedCalls
 from autofuse.runtime.root_unwatched import CountedCalls
 from autofuse.runtime.step_clock import Account
+from autofuse.script_signals import held_back, is_of_handler
 
 if TYPE_CHECKING:
     from autofuse.runtime.peak_memory import RootPeaks
@@ -109,7 +110,7 @@ class Root:
         try:
             return self._call(module, args, kwargs)
         except Exception as error:
-            if ran_forward(error):
+            if ran_forward(error) or is_of_handler(error):
                 raise
             self.life.give_up(module, error)
         return self._tracker.call_original(module, args, kwargs)
@@ -202,8 +203,11 @@ class Root:
             self.life.keep_equal()
         elif advice.capture:
             try:
-                self._capture_for(device)
+                with held_back():
+                    self._capture_for(device)
             except Exception as error:
+                if is_of_handler(error):
+                    raise
                 self.life.fail(error, False)
         elif advice.final:
             self._bypass.is_small = advice.reason == "too_small"

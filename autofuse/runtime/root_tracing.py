@@ -25,6 +25,7 @@ from autofuse.runtime.root_services import Capturer, RootServices
 from autofuse.runtime.root_steps import Shape
 from autofuse.runtime.root_traces import MAX_LEARNT, RootTraces
 from autofuse.runtime.step_clock import Account
+from autofuse.script_signals import is_of_handler
 
 if TYPE_CHECKING:
     from autofuse.capture.dynamo import CapturedRoot
@@ -128,7 +129,8 @@ class TracedCalls:
             self._account.note("tracing", self._clock() - began)
             raise
         except Exception as error:
-            if not isinstance(error, capturer.CAPTURE_ERRORS) and capturer.graphs_read() == read:
+            is_ours = isinstance(error, capturer.CAPTURE_ERRORS) or capturer.graphs_read() != read
+            if not is_ours or is_of_handler(error):
                 raise
             failure = error
         if failure is not None:  # outside of the handler: what the module raises is not chained to our failure
