@@ -8,66 +8,105 @@ once; Ctrl-C and ``sys.exit`` end the block at once; the handlers are the script
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# Of the main thread, where alone Python runs handlers.
+_blocks: list[Callable[[], object]] = []  # those that are going on: whether what runs in one now is ours
+_held: list[Exception] = []
+
+_NUMBERS = range(1, signal.NSIG)
+# The functions of C below `signal`, which turns numbers into names: 0.1 us in place of 1.4, for each of 64.
+_handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal
+
 
 class _Holds:
-    """Stands in for a handler; keeps what that raises while ``during()``."""
+    """Stands in for a handler of the script while a block goes on."""
 
-    def __init__(self, handler: Any, during: Callable[[], object], held: list[Exception]) -> None:
+    def __init__(self, handler: Any) -> None:
         self.handler = handler
-        self._during = during
-        self._held = held
 
     def __call__(self, number: int, frame: Any) -> Any:
         try:
             return self.handler(number, frame)
         except Exception as error:
-            if not self._during():
+            if not _is_ours(_blocks):
                 raise
-            self._held.append(error)
+            _held.append(error)
 
 
 @contextmanager
 def held_back(during: Callable[[], object] = lambda: True) -> Iterator[None]:
     """Raises what a handler of the script raises in the block at its end, in place of what the block raises.
 
-    ``during()``: whether the code that runs at a moment of it is ours. Of nested blocks the outermost one counts.
+    ``during()``: whether the code that runs at a moment of it is ours. Inside of another block of ours it is raised at
+    the end of that one.
     """
-    is_main = threading.get_ident() == threading.main_thread().ident
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
-    ours: list[Exception] = []
-    if not any(isinstance(handler, _Holds) for handler in handlers.values()):
-        for number, handler in handlers.items():
-            if callable(handler) and handler is not signal.default_int_handler:
-                signal.signal(number, _Holds(handler, during, ours))
+    if threading.get_ident() != threading.main_thread().ident:
+        yield
+        return
+    if not _blocks:
+        _stand_in()
+    around = [*_blocks]
+    _blocks.append(during)
     try:
         yield
     except Exception:
-        if not ours:
+        if not _held or _is_ours(around):
             raise
     finally:
-        for number, handler in handlers.items():
-            held: Any = signal.getsignal(number)
-            if isinstance(held, _Holds) and held.handler is handler:  # not one that the script has set meanwhile
-                signal.signal(number, handler)
-    if ours:
-        before = ours[0].__context__
+        _blocks[:] = around
+        if not around:
+            _step_back()
+    if _held and not _is_ours(around):
+        error, before = _held[0], _held[0].__context__
+        _held.clear()
         try:
-            raise ours[0]
+            raise error
         finally:
-            ours[0].__context__ = before  # and not what the block has raised
+            error.__context__ = before  # and not what the block has raised
+
+
+def _is_ours(blocks: list[Callable[[], object]]) -> bool:
+    return any(during() for during in blocks)
+
+
+def _stand_in() -> None:
+    for number in _NUMBERS:
+        handler = _handler_of(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            signal.signal(number, _Holds(handler))
+
+
+def _step_back() -> None:
+    for number in _NUMBERS:
+        held: Any = _handler_of(number)
+        if isinstance(held, _Holds):  # not one that the script has set meanwhile
+            signal.signal(number, held.handler)
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Whether a handler has raised this in such a block: the script is to get it."""
+    """Whether a handler of the script has raised this, in such a block or beside one: the script is to get it."""
+    codes = {_Holds.__call__.__code__, *_codes_of_handlers()}
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code is _Holds.__call__.__code__:
+        if trace.tb_frame.f_code in codes:
             return True
         trace = trace.tb_next
     return False
+
+
+def _codes_of_handlers() -> Iterator[Any]:
+    for number in _NUMBERS:
+        handler: Any = _handler_of(number)
+        if callable(handler):
+            function = getattr(handler, "__func__", handler)
+            yield getattr(function, "__code__", None) or getattr(_call_of(function), "__code__", None)
+
+
+def _call_of(handler: object) -> Any:
+    return vars(type(handler)).get("__call__")

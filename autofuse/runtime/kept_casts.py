@@ -1,8 +1,8 @@
 """Optimizers' steps inside of an autocast region, behind which eager goes on with casts of the weights before.
 
 In: the parameters of such a step. Out: nothing; autocast has their casts, as after a forward pass in eager. Autocast
-keeps a cast of a weight until its outermost region ends, also where the weight changes meanwhile: a loop of steps inside
-of one region reads the same weights all along. A captured graph casts in each call.
+keeps a cast of a weight until its outermost region ends, also where the weight changes meanwhile: a loop of steps in
+one region reads the same weights all along. A captured graph casts in each call.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from autofuse.private_files import PrivateFolder
 from autofuse.runtime.graph_metrics_log import GraphMetricsLog
 from autofuse.runtime.root_steps import TimedStep
 from autofuse.runtime.store_thread import StoreThread
+from autofuse.script_signals import is_of_handler
 from autofuse.settings.layers import Settings
 from autofuse.stderr import say
 
@@ -69,6 +70,9 @@ class RunContext:
             say(message)
 
     def report_fallback(self, kind: str, what: str, error: BaseException) -> None:
+        """Tell of a failure of ours. What a signal handler of the script has raised meanwhile is none, and raised."""
+        if is_of_handler(error):
+            raise error
         first_line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
         self.say_once(kind, f"{what} ({type(error).__name__}: {first_line})")
         tell(Level.PLAN, lambda: "".join(traceback.format_exception(error)).rstrip())

@@ -51,11 +51,21 @@ def test_what_a_handler_raises_is_raised_at_the_end() -> None:
     assert signal.getsignal(signal.SIGUSR1) is end
 
 
-def test_the_outermost_block_counts_and_errors_of_ours_are_told() -> None:
+def test_it_is_raised_at_the_end_of_all_work_of_ours() -> None:
+    steps: list[str] = []
     with pytest.raises(TimeUp), held_back():
+        with held_back(lambda: False):
+            ring()
+        steps.append("outside")
+    with pytest.raises(TimeUp), held_back(lambda: False):
         with held_back():
             ring()
-        ring()
+            steps.append("inside")
+        steps.append("not reached")
+    assert steps == ["outside", "inside"]
+
+
+def test_errors_of_ours_are_told() -> None:
     with pytest.raises(ValueError, match="ours"), held_back():
         raise ValueError("ours")
     assert signal.getsignal(signal.SIGUSR1) is end
