@@ -100,6 +100,7 @@ PRIVATE: tuple[PrivateNames, ...] = (
             "torch._functorch.aot_autograd.make_boxed_func",
             "torch._functorch.config.patch",
             "torch._functorch.partitioners.default_partition",
+            "torch._guards.CompileContext.try_get",
             "torch._guards.TracingContext.try_get",
             "torch._ops.HigherOrderOperator",
             "torch._ops.OpOverloadPacket",
@@ -187,6 +188,12 @@ PRIVATE: tuple[PrivateNames, ...] = (
             "torch.utils._pytree.tree_map",
         ),
         "each run traces anew",
+        is_essential=False,
+    ),
+    PrivateNames(
+        "threads beside one that traces",
+        ("torch.compiler._compile_session_context", "torch.compiler._is_compiling_flag"),
+        "if they ask, they may be told that they are compiled, too",
         is_essential=False,
     ),
     PrivateNames(

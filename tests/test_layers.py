@@ -46,7 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("ir/", "debug.py"),
     ("__init__.py",),
     ("dynamo_skip.py", "preserve_rng.py", "stderr.py", "detached.py", "job_ranks.py", "torch_compat.py"),
-    ("hidden_thread.py",),
+    ("hidden_thread.py", "script_signals.py", "warning_filters.py"),
     ("library_operators.py", "locks.py"),
     ("errors.py",),
 )

@@ -32,25 +32,30 @@ class Writes:
         self._traced = dict(zip(self._tensors, _storages(inputs, self._tensors), strict=True))
         self._inputs = len(inputs)
         self._written: list[int] = []
+        self._folded: list[int] = []  # may have elements that share memory with each other
         self._in_eager = False
 
     def note(self, graph: fx.GraphModule) -> None:
         """AOTAutograd's graph, while it is compiled."""
-        self._in_eager |= _writes_shared_elements(graph)
+        layouts = _written_layouts(graph)
+        self._in_eager |= any(shares_elements(tensor) for tensor in layouts.values())
+        varying = [i for i, tensor in layouts.items() if not _is_constant(tensor)]
         found = written_inputs(graph)
         # Where AOTAutograd has merged inputs, its input numbers are not those of the graph.
         is_same = len(graph.graph.find_nodes(op="placeholder")) == self._inputs
-        self._written = found if is_same or not found else list(self._tensors)
+        self._written, self._folded = (
+            numbers if is_same or not numbers else list(self._tensors) for numbers in (found, varying)
+        )
 
     @property
     def are_watched(self) -> bool:
-        return self._in_eager or bool(self._written)
+        return self._in_eager or bool(self._written) or bool(self._folded)
 
     def around(self, compiled: Run, original: Callable[[], Run]) -> Run:
         """The callable for the graph; ``original()`` runs it in eager."""
         if self._in_eager:
             return original()
-        if not self._written:
+        if not self._written and not self._folded:
             return compiled
         eager = original()
         written = [i for i in self._tensors if i in self._written]
@@ -60,6 +65,8 @@ class Writes:
             return len(set(storages)) == len(storages) and set(storages).isdisjoint(others)
 
         def call(*args: Any) -> Any:
+            if any(shares_elements(args[i]) for i in self._folded):
+                return eager(*args)
             if are_apart(_storages(args, written), _storages(args, others)):
                 return compiled(*args)
             return eager(*args)
@@ -81,15 +88,20 @@ def written_inputs(graph: fx.GraphModule) -> list[int]:
     return [i for i in found if len(metadata.input_info) != len(values) or not _is_statistic(values[i])]
 
 
-def _writes_shared_elements(graph: fx.GraphModule) -> bool:
-    """Whether an input that is written to has elements at one place in memory. Guards hold its strides."""
+def _written_layouts(graph: fx.GraphModule) -> dict[int, torch.Tensor]:
+    """The inputs that AOTAutograd's forward graph writes to, as the trace has them; none where it has merged inputs."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     values = graph.graph.find_nodes(op="placeholder")
     if metadata is None or len(metadata.input_info) != len(values):
-        return False
-    written = [value.meta["val"] for value, info in zip(values, metadata.input_info, strict=True) if info.mutates_data]
-    return any(shares_elements(t) for t in written if _has_storage(t))
+        return {}
+    written = {i: values[i].meta["val"] for i, info in enumerate(metadata.input_info) if info.mutates_data}
+    return {i: tensor for i, tensor in written.items() if _has_storage(tensor)}
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    """Whether sizes and strides are numbers, which guards hold."""
+    return all(isinstance(value, int) for value in (*tensor.shape, *tensor.stride()))
 
 
 def written_statistics(graph: fx.GraphModule) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.mutation_guard import install_generation_tagging_init
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autofuse.capture.class_guards import guard_classes
@@ -33,7 +33,9 @@ from autofuse.capture.graph_break_call import find_parted
 from autofuse.capture.guarded_call import DirectCalls
 from autofuse.capture.traced import ROOT_FILE, Keeper, TracedElsewhere
 from autofuse.preserve_rng import untouched
+from autofuse.script_signals import held_back
 from autofuse.startup import gc_pause
+from autofuse.warning_filters import unchanged
 
 if TYPE_CHECKING:
     from autofuse.capture.trace_cache import Plans, TraceCache
@@ -306,6 +308,37 @@ def _time_guards_of_others(time_guards: Callable[..., float]) -> None:
     torch._dynamo.guards.profile_guard_manager = latency
 
 
+class _OnThisThread:
+    """True on the thread that has made it, for code that asks in its own way whether it is being traced."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+def _trace_on_one_thread(trace_session: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """While a root is traced, ``torch.compiler.is_compiling()`` holds on the thread that traces, not on all.
+
+    Optimizers that are told so take their steps in tensors, which round in another way than Python's numbers.
+    """
+
+    @contextlib.contextmanager
+    def session() -> Iterator[None]:
+        with trace_session():
+            if not_of_our_traces.is_active:  # the whole session's value is put back when it ends
+                torch.compiler._is_compiling_flag = _OnThisThread()
+            yield
+
+    torch.compiler._compile_session_context = session
+
+
+if hasattr(torch.compiler, "_compile_session_context") and hasattr(torch.compiler, "_is_compiling_flag"):
+    _trace_on_one_thread(torch.compiler._compile_session_context)
 if hasattr(torch._dynamo.utils, "warn_once"):
     _warn_those_who_trace(torch._dynamo.utils.warn_once)
 if hasattr(torch._dynamo.guards, "profile_guard_manager"):
@@ -337,7 +370,15 @@ def capture_settings(recompile_limit: int) -> Iterator[None]:
     patched = config.patch(
         ignore_logging_functions=ignored, recompile_limit=recompile_limit, use_numpy_random_stream=True, **hooks
     )
-    with patched, not_of_our_traces.active(), gc_pause.paused(), without_batch_guards():
+    is_compiling = CompileContext.try_get  # None where the script's own code runs
+    with (
+        held_back(is_compiling),
+        unchanged(is_compiling),
+        patched,
+        not_of_our_traces.active(),
+        gc_pause.paused(),
+        without_batch_guards(),
+    ):
         yield
 
 

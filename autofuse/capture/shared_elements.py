@@ -63,14 +63,11 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether a stride is 0, or ends within what the smaller ones span. Strides that vary are taken to be apart."""
-    # A symbol may have no value to compare with 1.
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    dims = [(stride, size) for size, stride in sizes if not isinstance(size, int) or size != 1]
-    if any(isinstance(stride, int) and stride == 0 for stride, _ in dims):
+    """Whether a stride is 0, or ends within what the smaller ones span. Sizes that vary are taken as in the trace."""
+    known = [(_number(stride), _number(size)) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if any(stride == 0 and size != 1 for stride, size in known):
         return True
-    if not all(isinstance(value, int) for dim in dims for value in dim):
-        return False
+    dims = [(stride, size) for stride, size in known if stride is not None and size is not None and size != 1]
     span = 1
     for stride, size in sorted(dims):
         if stride < span:

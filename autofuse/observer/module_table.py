@@ -7,6 +7,7 @@ has one or two. Modules are compared by identity, whatever their class defines a
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -26,10 +27,6 @@ class ModuleTable(Generic[T]):
         return [value for _, value in list(self._entries.values())]
 
     def set(self, module: Any, value: T) -> None:
-        number, entries = id(module), self._entries
-
-        def forget(reference: weakref.ref[Any]) -> None:
-            if number in entries and entries[number][0] is reference:  # not of a module that took its address
-                entries.pop(number, None)
-
-        entries[number] = (weakref.ref(module, forget), value)
+        # Forgotten without a line of Python, in which a signal handler of the script would run: what it raises in the
+        # callback of a weak reference is lost. The callback comes before another module can take the address.
+        self._entries[id(module)] = (weakref.ref(module, partial(self._entries.pop, id(module))), value)

@@ -293,7 +293,7 @@ def _belongs_elsewhere() -> bool:
         or peek_interpreter_stack() is not None  # in vmap, grad, jvp
         or _get_tracing_state() is not None
         or _symbolic_trace.is_fx_symbolic_tracing()
-        or torch.compiler.is_compiling()
+        or torch.compiler.is_compiling() is not False  # on any thread: torch traces one frame at a time
         or _top_saved_tensors_default_hooks(True) is not None  # a checkpoint: in backward it calls modules in eager
         or forward_ad._current_level >= 0  # compiled graphs have no forward-mode gradients
     )

@@ -22,6 +22,7 @@ from autofuse.observer.script_modes import modes_are_active
 from autofuse.optim.algorithms import ALGORITHMS
 from autofuse.preserve_rng import untouched
 from autofuse.runtime.device_kernels import DeviceKernels
+from autofuse.runtime.kept_casts import casts_are_kept, keep_casts
 from autofuse.runtime.run_context import RunContext
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ class OptimizerHook:
         def step(*args: Any, **kwargs: Any) -> None:
             if torch.compiler.is_compiling() or modes_are_active():
                 return original(*args, **kwargs)
+            if casts_are_kept() and not self._context.steps_in_autocast:
+                self._context.steps_in_autocast = True
+                keep_casts(args[0] if args else kwargs.get("params", ()))
             router = self.router
             if router is None and self._pays(args, kwargs):
                 router = self._load()

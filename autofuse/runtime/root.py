@@ -23,6 +23,7 @@ from autofuse.observer.release_policy import Loss
 from autofuse.observer.root_tracker import Target
 from autofuse.observer.signatures import call_signature, count_elements
 from autofuse.runtime.graph_trial import Costs, GraphTrial
+from autofuse.runtime.kept_casts import casts_are_kept
 from autofuse.runtime.patched_classes import must_be_eager
 from autofuse.runtime.rank_agreement import shares_values
 from autofuse.runtime.root_bypass import Bypass
@@ -38,6 +39,7 @@ from autofuse.runtime.root_tracing import TracedCalls, ran_forward
 from autofuse.runtime.root_untimed import UntimedCalls
 from autofuse.runtime.root_unwatched import CountedCalls
 from autofuse.runtime.step_clock import Account
+from autofuse.script_signals import held_back, is_of_handler
 
 if TYPE_CHECKING:
     from autofuse.runtime.peak_memory import RootPeaks
@@ -109,14 +111,16 @@ class Root:
         try:
             return self._call(module, args, kwargs)
         except Exception as error:
-            if ran_forward(error):
+            if ran_forward(error) or is_of_handler(error):
                 raise
             self.life.give_up(module, error)
         return self._tracker.call_original(module, args, kwargs)
 
     def _call(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        untimed, is_hooked = self.untimed, must_be_eager()
-        if untimed.left > 0 and not is_hooked and self.traces.classes.are_as_noted():
+        untimed, is_eager_only = self.untimed, must_be_eager()
+        if self._services.context.steps_in_autocast:
+            is_eager_only = is_eager_only or casts_are_kept()
+        if untimed.left > 0 and not is_eager_only and self.traces.classes.are_as_noted():
             direct = untimed.find(module, args, kwargs)
             if direct is not None:
                 self._seen += 1
@@ -131,7 +135,7 @@ class Root:
         self._seen += 1
         if life.state == "captured" and not self.traces.classes.are_as_noted():
             self.traces.forget()
-        if is_hooked:
+        if is_eager_only:
             return self._run_eager(module, args, kwargs, now)
         if was_watched and life.state == "observing" and self._unwatched.begin(now):
             return self._tracker.call_original(module, args, kwargs)
@@ -202,8 +206,11 @@ class Root:
             self.life.keep_equal()
         elif advice.capture:
             try:
-                self._capture_for(device)
+                with held_back():
+                    self._capture_for(device)
             except Exception as error:
+                if is_of_handler(error):
+                    raise
                 self.life.fail(error, False)
         elif advice.final:
             self._bypass.is_small = advice.reason == "too_small"

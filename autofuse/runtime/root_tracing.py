@@ -25,6 +25,7 @@ from autofuse.runtime.root_services import Capturer, RootServices
 from autofuse.runtime.root_steps import Shape
 from autofuse.runtime.root_traces import MAX_LEARNT, RootTraces
 from autofuse.runtime.step_clock import Account
+from autofuse.script_signals import is_of_handler
 
 if TYPE_CHECKING:
     from autofuse.capture.dynamo import CapturedRoot
@@ -61,13 +62,12 @@ class TracedCalls:
         ):  # the shape was traced often enough: its graph breaks, or every call needs a new trace
             return captured.settled(module, *args, **kwargs)
         self._traces.note_classes(module)  # as they are before the trace: another thread may change them meanwhile
-        try:
+        with contextlib.suppress(TracedElsewhere):  # the next call may be traced
             result = self.trace(captured, module, args, kwargs, shape)
-        except TracedElsewhere:  # the next call may be traced
-            return self._tracker.call_original(module, args, kwargs)
-        if self._life.state == "captured":
-            self._traces.learn(captured.direct, shape, module, args, kwargs)
-        return result
+            if self._life.state == "captured":
+                self._traces.learn(captured.direct, shape, module, args, kwargs)
+            return result
+        return self._tracker.call_original(module, args, kwargs)
 
     def run_recorded(self, module: Target, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape | None) -> Any:
         """Run a call during CUDA graph capture: nothing is traced, observed, held out or measured."""
@@ -120,6 +120,7 @@ class TracedCalls:
         read, planned = capturer.graphs_read(), context.planning_seconds
         breaks, ran = capturer.graph_breaks(), context.graph_calls()
         restore_generators = keep_generators()
+        failure: Exception | None = None
         began = self._clock()
         try:
             with capturer.capture_settings(context.settings.capture.recompile_limit):
@@ -128,16 +129,20 @@ class TracedCalls:
             self._account.note("tracing", self._clock() - began)
             raise
         except Exception as error:
-            from_kept = capturer.graphs_read() != read
-            if not isinstance(error, capturer.CAPTURE_ERRORS) and not from_kept:
+            is_ours = isinstance(error, capturer.CAPTURE_ERRORS) or capturer.graphs_read() != read
+            if not is_ours or is_of_handler(error):
                 raise
+            failure = error
+        if failure is not None:  # outside of the handler: what the module raises is not chained to our failure
             restore_generators()  # part of the call may have run
             self._account.note("tracing", self._clock() - began)
-            result = self._tracker.call_original(module, args, kwargs)
-            self._life.fail(
-                error, from_kept
-            )  # only now: an exception that eager raises as well is the user's own error
-            return result
+            try:
+                result = self._tracker.call_original(module, args, kwargs)
+                # Only now: an exception that eager raises as well is the user's own error.
+                self._life.fail(failure, capturer.graphs_read() != read)
+                return result
+            finally:
+                failure = None  # its traceback holds this frame
         shape.is_new = False
         if len(context.routers) != graphs:
             seconds = self._clock() - began - (context.paused_seconds - paused)

@@ -20,6 +20,7 @@ from autofuse.private_files import PrivateFolder
 from autofuse.runtime.graph_metrics_log import GraphMetricsLog
 from autofuse.runtime.root_steps import TimedStep
 from autofuse.runtime.store_thread import StoreThread
+from autofuse.script_signals import is_of_handler
 from autofuse.settings.layers import Settings
 from autofuse.stderr import say
 
@@ -44,6 +45,7 @@ class RunContext:
         self.started = started  # by ``perf_counter``
         self.launched = launched  # when the process of the script began
         self.disturbances = 0  # captures, pauses and swaps so far; a step with one of them is not a sample
+        self.steps_in_autocast = False  # an optimizer has stepped inside of an autocast region: see `kept_casts`
         self.paused_seconds = 0.0  # for tuning
         self.capture_seconds = 0.0  # seconds that are on no root's account
         self.noted_seconds = 0.0  # seconds lost to captures of roots, where the cause is known at once
@@ -68,6 +70,9 @@ class RunContext:
             say(message)
 
     def report_fallback(self, kind: str, what: str, error: BaseException) -> None:
+        """Tell of a failure of ours. What a signal handler of the script has raised meanwhile is none, and raised."""
+        if is_of_handler(error):
+            raise error
         first_line = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
         self.say_once(kind, f"{what} ({type(error).__name__}: {first_line})")
         tell(Level.PLAN, lambda: "".join(traceback.format_exception(error)).rstrip())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofuse.capture.dynamo import compile_root
+from autofuse.capture.dynamo import capture_settings, compile_root
 from autofuse.capture.traced import TracedElsewhere
 
 CALL_IN_A_THREAD_FIRST = """
@@ -36,6 +36,29 @@ def test_a_thread_that_has_traced_may_end():
         [sys.executable, "-c", CALL_IN_A_THREAD_FIRST], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (0, "4 1\n"), done.stderr
+
+
+def test_other_threads_are_not_being_traced():
+    """Torch's optimizers take their steps in tensors where they are told so, and round in another way."""
+    answers = []
+
+    def ask():
+        answers.append(bool(torch.compiler.is_compiling()))
+
+    def backend(graph, inputs):
+        ask()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return graph
+
+    root = compile_root("root", backend)
+    with capture_settings(8):
+        root.trace(torch.sin, torch.ones(3))
+    ask()
+    first, *rest = answers
+    assert first is hasattr(torch.compiler, "_compile_session_context")  # older torch tells nobody
+    assert rest == [False, False]
 
 
 @pytest.fixture

@@ -365,6 +365,17 @@ def exceptions_of_the_script(run: Run) -> None:
             run.show("refused", str(error), error.code, error.__traceback__ is not None)
 
 
+@program()
+def mistakes_of_the_script(run: Run) -> None:
+    def divide(inner: Any, x: T, by: Any) -> T:
+        return inner(x).relu() / by
+
+    model = Body(divide)
+    for by in (2, 2, None, 2, "2", 2):
+        run.raises(f"{by}", model, inputs(), by)
+        run.show("out", model(inputs(), 2))
+
+
 @program(comes_to=EAGER if torch.__version__ < (2, 14) else GRAPHS)  # a newer Dynamo traces the handler
 def exceptions_caught_inside(run: Run) -> None:
     def careful(inner: Any, x: T) -> T:

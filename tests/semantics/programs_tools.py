@@ -372,6 +372,22 @@ def autocast_on_and_off(run: Run) -> None:
 
 
 @program(precision=torch.bfloat16)
+def autocast_around_steps(run: Run) -> None:
+    for _ in range(2):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        for region in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                for k in range(3):
+                    loss = model(inputs()).float().square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    run.show(f"{region} {k}", loss, gradients(model))
+                    optimizer.step()
+    run.show("after", model(inputs()))
+
+
+@program(precision=torch.bfloat16)
 def autocast_inside(run: Run) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -63,7 +63,8 @@ def seen(value: Any) -> Any:
         names = getattr(value, "_fields", range(len(value)))
         return type(value).__name__, tuple((str(name), seen(item)) for name, item in zip(names, value, strict=True))
     if isinstance(value, BaseException):
-        return type(value).__name__, message(value), type(value.__cause__).__name__
+        context = None if value.__suppress_context__ else value.__context__  # which a traceback tells first
+        return type(value).__name__, message(value), type(value.__cause__).__name__, type(context).__name__
     return type(value).__name__, _ADDRESS.sub("", repr(value))
 
 

@@ -124,6 +124,27 @@ def test_an_input_whose_elements_share_memory(kind: str, session: Session) -> No
         assert torch.equal(result, expected) and torch.equal(a, twin)
 
 
+def test_an_input_whose_strides_have_varied(session: Session) -> None:
+    """No guard holds its strides, by which it is told whether its elements share memory."""
+
+    def written(a: T, places: T) -> T:
+        a[places] = a[places].relu() + 1
+        return a.clamp_(max=5).sum(1)
+
+    class WritesRows(nn.Module):
+        def forward(self, a: T, places: T) -> T:
+            return written(a, places)
+
+    model = WritesRows()
+    base = torch.linspace(-3, 8, 100)
+    apart = [((9, 5), (10, 2)), ((8, 5), (10, 1)), ((7, 4), (12, 3))]
+    for sizes, strides in [*apart, ((4, 5), (3, 1)), ((6, 3), (2, 1))] * 2:
+        one, twin = base.clone(), base.clone()
+        result = model(one.as_strided(sizes, strides), torch.tensor([0, 2]))
+        assert torch.equal(result, written(twin.as_strided(sizes, strides), torch.tensor([0, 2])))
+        assert torch.equal(one, twin)
+
+
 class WritesView(nn.Module):
     """Writes to a view that it has made itself, in one of several ways."""
 
