@@ -261,8 +261,8 @@ class OptimizerRouter:
 
 
 def _name(decision: Decision) -> str:
-    """What ranks call a winner."""
-    return decision.compile_key or decision.candidate.variant
+    """What ranks call a winner. A variant of torch's own is compiled for several processors, so it needs theirs."""
+    return decision.compile_key or f"{decision.candidate.variant} on {decision.key.device}"
 
 
 def _is_given(value: Any) -> bool:

@@ -16,8 +16,6 @@ import sys
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
-from torch import nn
-
 from autofuse.preserve_rng import untouched
 
 FIRST_LEAD = 16  # steps from an offer to its decision, and from there to the change; twice as many at each attempt
@@ -71,20 +69,6 @@ def current_ranks() -> Ranks | None:
         from torch.distributed.distributed_c10d import _get_default_store
     own = _get_default_store().clone()  # a wait on the script's would hold ours up
     return Ranks(distributed.get_rank(), size, distributed.PrefixStore(_PREFIX, own))
-
-
-def shares_values(module: object) -> bool:
-    """Whether other ranks compute values of this module, too, and no mean makes them equal again: tensor parallelism.
-
-    Parameters that are data-parallel alone (FSDP) have gradients that are reduced over all ranks.
-    """
-    tensors, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
-    if tensors is None or not isinstance(module, nn.Module):
-        return False
-    sharded = getattr(fsdp, "FSDPModule", None)
-    own_dims = int(sharded is not None and any(isinstance(part, sharded) for part in module.modules()))
-    meshes = (p.device_mesh for p in module.parameters() if isinstance(p, tensors.DTensor))
-    return any(mesh.size() > 1 and mesh.ndim > own_dims for mesh in meshes)
 
 
 class Agreement:

@@ -89,7 +89,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from autofuse.runtime.rank_agreement import shares_values
+from autofuse.runtime.repeated_values import shares_values
 from autofuse.runtime.session import running_session
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)  # its collectives do nothing
 layers = lambda: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
