@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from autofuse.job_ranks import told_ranks
+from autofuse.runtime.rank_agreement import group_size
 
 _COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.", "_dtensor.")
 _IN_PLACE = frozenset(
@@ -24,10 +25,7 @@ _IN_PLACE = frozenset(
 
 def has_other_ranks() -> bool:
     """Whether this process is one of several ranks, as its process group or else its launcher tells."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return bool(distributed.get_world_size() > 1)
-    return told_ranks() is not None
+    return group_size() > 1 or told_ranks() is not None
 
 
 def shares_values(module: object) -> bool:

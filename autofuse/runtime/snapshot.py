@@ -1,8 +1,8 @@
 """The decisions of a file as all that a run knows (``run.snapshot``): later ones of the store change nothing.
 
-In: the file's path; the store, which alone reads it. Out: those of its decisions that the store has kernels for, and one
-line for what keeps others from being used. Guarantee: the same file and the same store give the same decisions from the
-run's start to its end. No code is read from the file.
+In: the file's path; the store, which alone reads it. Out: those of its decisions that the store has made too, with
+their kernels; one line for what keeps others from being used. Guarantee: the same file and the same store give the same
+decisions from the run's start to its end. No code is read from the file.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class RunSettings(Group):
     frozen: bool = declare(False, "Use stored decisions only; nothing is queued for tuning.")
     snapshot: Path | None = declare(
         None,
-        "A file of 'autofuse export', or a folder of them: the run uses these decisions of its store and no others, and "
-        "queues nothing.",
+        "A file of 'autofuse export', or a folder of them: only decisions of the store that it names are used, and "
+        "nothing is queued.",
     )
     disable: bool = declare(False, "Run the script as if autofuse were not there.")
     store: Path = Field(default_factory=default_store, description="The SQLite file that keeps all results.")
