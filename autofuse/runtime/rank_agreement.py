@@ -26,7 +26,7 @@ from torch import Tensor
 from autofuse.preserve_rng import untouched
 
 FIRST_LEAD = 16  # steps from an offer to the first of its steps, and between those; twice as many at each attempt
-MOST_ATTEMPTS = 12  # over 131,000 steps: of short steps, a busy machine makes thousands before each rank has the kernel
+MOST_ATTEMPTS = 12  # over 196,000 steps: of short steps, a busy machine makes thousands before each rank has the kernel
 POLL_STEPS = 8  # between looks for an offer: one takes a tenth of a millisecond
 WAIT_SECONDS = 10.0  # for a decision that should have been there for many steps
 _PREFIX = "autofuse"
