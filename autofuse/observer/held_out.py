@@ -35,7 +35,7 @@ class HeldOut:
         self._upcoming = -1  # the held-out call of that stretch
 
     def count_to(self, call: int) -> None:
-        """The next call has this number, from 0. Ranks of a job may capture at different calls; by the numbers they hold
+        """The next call has this number, from 0. Ranks may capture at different calls; by the numbers they hold
         out the same ones."""
         if not self._has_begun:
             self._has_begun = True
