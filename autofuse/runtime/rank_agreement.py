@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autofuse.preserve_rng import untouched
 
@@ -87,9 +87,13 @@ def current_ranks() -> Ranks | None:
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> str:
-    """Of some elements of some of these tensors, to the bit."""
+    """Of some elements of some of these tensors, to the bit.
+
+    Distributed tensors are left out: to read an element of one may be a collective.
+    """
+    plain = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)]
     found = hashlib.sha256()
-    for tensor in tensors[:: -(-len(tensors) // _TENSORS) or 1]:
+    for tensor in plain[:: -(-len(plain) // _TENSORS) or 1]:
         row = tensor.detach()
         while row.dim() > 1 and row.numel():
             row = row[0]

@@ -93,12 +93,21 @@ def test_attempts_end() -> None:
     assert not alone.is_due(10**6, "a", lambda: "h") and not store.check([f"t/{MOST_ATTEMPTS}/offer"])
 
 
+class Distributed(torch.Tensor):
+    """Stands for one whose elements other ranks hold."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise AssertionError(f"{function} may be a collective")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_fingerprint_is_of_bits(dtype: torch.dtype) -> None:
     tensors = [torch.zeros(size, dtype=dtype) for size in ((3, 0), (), (4, 2, 3), (5,))]
     same, other = [tensor.clone() for tensor in tensors], [tensor.clone() for tensor in tensors]
     other[1].fill_(-0.0)
     assert fingerprint(tensors) == fingerprint(same) != fingerprint(other)
+    assert fingerprint([tensors[0], Distributed()]) == fingerprint(tensors[:1])
     assert fingerprint([]) == fingerprint([]) and fingerprint([torch.ones(9)] * 400)
 
 
