@@ -170,7 +170,7 @@ optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-6)
 if rank == 1:  # it learns late of each decision
     from autofuse.runtime.optim_router import OptimizerRouter
     decision = OptimizerRouter._decision
-    OptimizerRouter._decision = lambda self, group: decision(self, group) if group.steps > 40 else None
+    OptimizerRouter._decision = lambda self, group: decision(self, group) if group.steps > 15 else None
 torch.manual_seed(rank)
 is_killed = sys.argv[1:] == ["killed"]
 from autofuse.runtime.session import running_session
@@ -187,7 +187,7 @@ def train(step):
     if rank == 3 and step % 40 == 0:  # a slow one: the others are a step ahead
         time.sleep(0.05)
     optimizer.step()
-deadline = time.monotonic() + 90.0
+deadline = time.monotonic() + 150.0
 for step in itertools.count(1):
     train(step)
     if all_agree_to_end(step):
