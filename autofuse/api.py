@@ -48,7 +48,7 @@ def optimize(target: Target) -> Target:
     roots = session.roots
     root = roots.root_of(target) if isinstance(target, torch.nn.Module) else roots.root_of_function(target)
     if root.state == "observing":
-        root.capture()
+        root.ask_for(target)
     call: Any = roots.tracker.wrap(target, root.call)
     if isinstance(target, torch.nn.Module):
         target._compiled_call_impl = call

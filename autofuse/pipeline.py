@@ -30,6 +30,7 @@ from autofuse.ir.records import Refusal
 from autofuse.preserve_rng import untouched
 from autofuse.runtime.debug_texts import plan_text
 from autofuse.runtime.plan_cache import Planned
+from autofuse.runtime.repeated_values import graph_shares_values, graph_updates_state, has_other_ranks
 from autofuse.runtime.router import GraphRouter
 from autofuse.runtime.session import Session, current_session
 from autofuse.runtime.user_graphs import Sizes
@@ -148,6 +149,8 @@ def root_backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor])
     session = current_session(traced_root_backend)
     if session is None or has_no_work(module):  # no session: switched off
         return as_it_is(module)
+    if _must_stay_equal(session) and graph_updates_state(module.graph, example_inputs):
+        return as_it_is(module)
     with untouched():
         return compile_with(
             module,
@@ -175,11 +178,21 @@ def backend(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> C
         return as_it_is(module)
 
 
+def _must_stay_equal(session: Session) -> bool:
+    """Whether what this rank repeats of other ranks' work must stay in eager."""
+    return not session.context.settings.run.strict and has_other_ranks()
+
+
 def _watched(module: fx.GraphModule, example_inputs: Sequence[torch.Tensor], session: Session) -> Callable[..., Any]:
     session.context.store_thread.wait_ready(2.0)  # what earlier runs found out is known by then
     sizes = Sizes(example_inputs)
     watched = session.roots.user_graph(module, example_inputs, sizes)
     original = as_it_is(module)
+    if _must_stay_equal(session) and (
+        graph_shares_values(module.graph, example_inputs) or graph_updates_state(module.graph, example_inputs)
+    ):
+        watched.keep_equal()
+        return original
     if watched.is_lost:
         return original
     began, paused = perf_counter(), session.context.paused_seconds

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from autofuse.cli.options import load_settings, store_option
-from autofuse.errors import StoreError
 
 EPILOG = """\
 \b
@@ -30,14 +29,13 @@ def command(sources: Sequence[Path], store: Path | None) -> None:
     or other versions is kept and waits for them.
     """
     from autofuse.codegen.version import versions
-    from autofuse.db.decision_file import decisions_of, fits_of
+    from autofuse.db.decision_file import fits_of, read_decisions
     from autofuse.db.proposals import Proposal
     from autofuse.db.store import Store
     from autofuse.ir.device import cpu_device
     from autofuse.ir.strict import strictly
 
-    read = [decisions_of(text.splitlines(), name) for name, text in _texts(sources)]
-    decisions = [decision for found in read for decision in found]
+    decisions = read_decisions(sources, sys.stdin)
     with Store.open(load_settings(store=store).run.store) as opened:
         kept = opened.proposals.put({d.key: Proposal(d.candidate, d.reason, d.speedup) for d in decisions})
     known = len(decisions) - kept
@@ -46,18 +44,3 @@ def command(sources: Sequence[Path], store: Path | None) -> None:
     for fit in fits_of(decisions, cpu_device().key, (versions(), strictly(versions()))):
         where = "this machine" if fit.fits else f"device {fit.device}, versions {fit.versions}"
         click.echo(f"  {fit.count} for {where}")
-
-
-def _texts(sources: Sequence[Path]) -> list[tuple[str, str]]:
-    """Names and contents of all files."""
-    found = []
-    for source in sources:
-        paths = sorted(source.glob("*.jsonl")) if source.is_dir() else [source]
-        if not paths:
-            raise StoreError(f"expected files *.jsonl in {source}, found none")
-        for path in paths:
-            try:
-                found.append((str(path), sys.stdin.read() if str(path) == "-" else path.read_text()))
-            except (OSError, UnicodeDecodeError) as error:
-                raise StoreError(f"expected a file of 'autofuse export', found {path}: {error}") from None
-    return found

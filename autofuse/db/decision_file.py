@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from autofuse.db.base import ranges_json
-from autofuse.db.fleet_exchange import MEASURED
 from autofuse.errors import StoreError
 from autofuse.ir.records import Bucket, Candidate, Decision, DecisionKey
 from autofuse.ir.validation import is_name
 
 FORMAT = 1
+# Reasons that say something about other hosts of the kind; a crash or a full memory may be this host's own.
+MEASURED = ("won", "no_gain", "below_margin", "device_slower", "not_bit_equal")
 LONGEST_TEXT = 200
 _HEAD = "autofuse_decisions"
 _TEXTS = ("fusion_id", "device", "versions", "variant", "reason")
@@ -58,6 +60,22 @@ def _row(decision: Decision) -> dict[str, Any]:
         **{name: getattr(decision, name) for name in _NUMBERS},
         "trials": decision.trials,
     }
+
+
+def read_decisions(sources: Iterable[Path], standard_input: TextIO | None = None) -> list[Decision]:
+    """The decisions of files, of all ``*.jsonl`` of a folder, and of ``standard_input`` for "-". Raises StoreError."""
+    found: list[Decision] = []
+    for source in sources:
+        paths = sorted(source.glob("*.jsonl")) if source.is_dir() else [source]
+        if not paths:
+            raise StoreError(f"expected files *.jsonl in {source}, found none")
+        for path in paths:
+            try:
+                text = standard_input.read() if standard_input and str(path) == "-" else path.read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise StoreError(f"expected a file of 'autofuse export', found {path}: {error}") from None
+            found += decisions_of(text.splitlines(), str(path))
+    return found
 
 
 def decisions_of(lines: Iterable[str], name: str) -> list[Decision]:

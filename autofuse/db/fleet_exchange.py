@@ -18,6 +18,7 @@ from sqlalchemy import func, select, update
 
 from autofuse.db import models
 from autofuse.db.base import as_tuples, key_of, now, put_keys
+from autofuse.db.decision_file import MEASURED
 from autofuse.db.fleet_queue import LEASE_SECONDS, FleetQueue, without_paths
 from autofuse.db.fleet_server import FleetServer, SharedServer
 from autofuse.db.proposals import Proposal
@@ -29,8 +30,6 @@ from autofuse.ir.records import EAGER, Candidate, Decision, DecisionKey, DeviceI
 PIECE = 200  # rows of a kind in one round: a job of this host's is never far behind
 NEXT = 32  # requests of this host's, among which is what it works on next
 SPAN = 2000  # ids that one statement looks through, most of which may be of other devices
-# Reasons that say something about other hosts of the kind; a crash or a full memory may be this host's own.
-MEASURED = ("won", "no_gain", "below_margin", "device_slower", "not_bit_equal")
 MODE = "fleet"  # of the run that stands for a host on the server
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Row, func, insert, select
@@ -26,9 +27,11 @@ from autofuse.db.base import (
     stored_bucket,
     upsert,
 )
-from autofuse.db.rows import StoredDecision, StoredMeasurement
+from autofuse.db.decision_file import read_decisions
+from autofuse.db.rows import NamedDecisions, StoredDecision, StoredMeasurement
 from autofuse.ir.records import Candidate, Decision, DecisionKey, Measurement
 
+KEYS_AT_ONCE = 500  # in one statement: SQLite takes only so many values
 _PLAIN_MEASURED = [item.name for item in fields(Measurement) if item.name not in ("candidate", "symbol_values")]
 _PLAIN_DECIDED = [item.name for item in fields(Decision) if item.name not in ("key", "bucket", "candidate")]
 
@@ -117,6 +120,25 @@ class TuneResults:
             query = query.limit(most)
         with self._file.read() as connection:
             return [(row.id, decision_of(row)) for row in connection.execute(query)]
+
+    def named_in(self, path: Path) -> NamedDecisions:
+        """The decisions that a file of ``autofuse export`` names, as this store has them: with kernels.
+
+        Those that newer ones have replaced count too. A file names a key once; where it does more often, the last
+        line counts. Raises StoreError where the file cannot be used.
+        """
+        wanted = {decision.key: decision.candidate for decision in read_decisions([path])}
+        found: dict[DecisionKey, tuple[int, Decision]] = {}
+        digests = [key.digest for key in wanted]
+        with self._file.read() as connection:
+            for first in range(0, len(digests), KEYS_AT_ONCE):
+                piece = digests[first : first + KEYS_AT_ONCE]
+                for row in connection.execute(decision_rows().where(models.DecisionRow.key.in_(piece))):
+                    decision = decision_of(row)
+                    if decision.candidate == wanted.get(decision.key):
+                        found[decision.key] = row.id, decision
+        missing = tuple(key for key in wanted if key not in found)
+        return NamedDecisions(tuple(sorted(found.values(), key=lambda row: row[0])), missing)
 
     def history(
         self, fusion_id: str | None = None, run_id: int | None = None, newest: int | None = None

@@ -54,6 +54,14 @@ class QueueStatus:
 
 
 @dataclass(frozen=True)
+class NamedDecisions:
+    """What a store has of the decisions that a file names."""
+
+    rows: tuple[tuple[int, Decision], ...]  # (id, decision), by growing id
+    missing: tuple[DecisionKey, ...]  # decided otherwise here, or not at all
+
+
+@dataclass(frozen=True)
 class RequestRow:
     """A request of the queue, without its node."""
 

@@ -236,6 +236,7 @@ class NoticeKind(Reason):
     BUDGET_SPENT = "budget_spent", "tuning budget spent"
     REPLAY_FAILED = "replay_failed", "no CUDA graph"
     FROZEN_MISS = "frozen_miss", "not tuned, frozen"
+    SNAPSHOT = "snapshot", "decisions of the snapshot left out"
 
 
 def words_of(*kinds: type[Reason]) -> dict[str, str]:

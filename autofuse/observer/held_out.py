@@ -2,7 +2,7 @@
 
 In: the calls of a root one by one, their sizes, whether the kernels in use have changed. Out: the purpose of each call
 (`Held`). Guarantee: torch-free, no clock; the script's random generators are never touched; the same calls are held out
-in every run.
+in every run and on every rank of a job, but for those that confirm new kernels.
 """
 
 from __future__ import annotations
@@ -28,9 +28,19 @@ class HeldOut:
             raise SettingsError(f"capture.held_out_share must be between 0 and 0.5, found {share}")
         self.period = max(2, round(1.0 / share)) if share else 0
         self._seed = seed
-        self._skip_first = skip_first
+        self._skip_first = skip_first  # calls; from the first on, the number of a call
+        self._has_begun = False
         self._calls = 0  # so far
-        self._upcoming = -1  # the held-out call of the present stretch or of the next one
+        self.stretch = -1  # of the last call
+        self._upcoming = -1  # the held-out call of that stretch
+
+    def count_to(self, call: int) -> None:
+        """The next call has this number, from 0. Ranks may capture at different calls; by the numbers they hold
+        out the same ones."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._skip_first += call
+        self._calls = call
 
     def next(self) -> bool:
         """Is the next call held out? Counts the call."""
@@ -38,15 +48,16 @@ class HeldOut:
         self._calls += 1
         if call < self._skip_first or not self.period:
             return False
-        if call % self.period == 0 or self._upcoming < 0:
-            stretch = call // self.period
+        stretch = call // self.period
+        if stretch != self.stretch:
+            self.stretch = stretch
             self._upcoming = stretch * self.period + self._place(stretch)
         return call == self._upcoming
 
     def free(self) -> int:
         """Coming calls of which none is held out, as far as that is settled."""
         if not self.period:
-            return self._skip_first + _MANY_CALLS
+            return _MANY_CALLS
         end = -(-self._calls // self.period) * self.period  # where the next stretch begins, whose place is not settled
         return (self._upcoming if self._upcoming >= self._calls else end) - self._calls
 
@@ -137,7 +148,10 @@ class HeldOutCalls:
         self._last: dict[int, int] = {}  # call of each magnitude
         self._calls = 0
         self._follows = False
-        self._skips = False
+
+    def count_to(self, call: int) -> None:
+        """The next call has this number, from 0."""
+        self._share.count_to(call)
 
     def next(self, generation: int, is_new: bool, has_pair: bool, is_short: bool, magnitude: int = 0) -> Held:
         """What the next call is for.
@@ -150,9 +164,8 @@ class HeldOutCalls:
             self._follows = False
             return Held.COMPARED if has_pair else Held.COLD
         is_taken = self._share.next() and (has_pair or not is_new)
-        if is_taken and is_short:
-            self._skips = not self._skips
-            is_taken = self._skips
+        if is_short:
+            is_taken = is_taken and self._share.stretch % 2 == 0
         if not (is_taken or self._confirmation(magnitude).next(generation, has_pair)):
             return Held.NO
         self._follows = is_short

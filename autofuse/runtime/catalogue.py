@@ -22,6 +22,7 @@ from autofuse.locks import make_lock
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime.choice import UNKNOWN, Choice
 from autofuse.runtime.device_backends import Backends, Place
+from autofuse.runtime.snapshot import Snapshot
 from autofuse.settings.groups import RunSettings
 from autofuse.wrapper.node_call import Entry
 
@@ -133,14 +134,16 @@ class Catalogue:
         versions: str,
         report: Callable[[str, str, BaseException], None],
         folder: PrivateFolder | None = None,
+        snapshot: Snapshot | None = None,
     ) -> None:
         """``versions``: of valid decisions; ``report(kind, what, error)`` takes failures; ``folder``: for notes with
-        which later runs start sooner."""
+        which later runs start sooner; ``snapshot``: the only decisions that count."""
         self.backends = Backends(settings.cc or None, cpu, folder)
         self.table = DecisionTable()
         self.shelf = KernelShelf(self.backends.load)
         self._versions = versions
         self._report = report
+        self._snapshot = snapshot
         self._absorbed: dict[str, int] = {}  # newest decision read, by model of device
         self._launcher_ready = False
         self._fuel = settings.fuel
@@ -173,7 +176,11 @@ class Catalogue:
         self._prepare_launcher(store)
         rows = []
         for key in self.backends.models():
-            found = store.results.decisions(key, self._versions, self._absorbed.get(key, 0))
+            since = self._absorbed.get(key, 0)
+            if self._snapshot is not None:
+                found = self._snapshot.decisions(key, since)
+            else:
+                found = store.results.decisions(key, self._versions, since)
             if found:
                 self._absorbed[key] = max(number for number, _ in found)
                 rows += found

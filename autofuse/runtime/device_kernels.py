@@ -55,6 +55,7 @@ class DeviceKernels:
                     context.versions,
                     context.report_fallback,
                     context.notes_folder,
+                    context.snapshot,
                 )
             return self._catalogue
 

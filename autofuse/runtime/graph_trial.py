@@ -110,6 +110,7 @@ class GraphTrial:
         if self._resting and self._rests_on(size):
             self._is_watched = False
             return Held.RESTING
+        self._held_out.count_to(number - 1)
         held = self._held_out.next(context.disturbances, shape.is_new, has_pair, shape.is_short, size)
         self._is_watched = False
         if self._peaks is not None and held is Held.NO and has_pair and self._is_settled(shape):

@@ -3,7 +3,8 @@
 In: the calls that ``Optimizer.step`` makes, one per parameter group. Out: the same updates, by torch or by the
 `OptimizerRouter`. Guarantee: before the router is imported, a step is torch's own and costs 1 us more. Kernels and
 their printers take a good half second to import. As for captures, they are imported once the script has spent as much
-in torch's own steps, or has paid for a capture, or waits for tuning.
+in torch's own steps, or has paid for a capture, or waits for tuning. Ranks of a job import them at their first step:
+they count steps together.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autofuse.optim.algorithms import ALGORITHMS
 from autofuse.preserve_rng import untouched
 from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.kept_casts import casts_are_kept, keep_casts
+from autofuse.runtime.rank_agreement import group_size
 from autofuse.runtime.run_context import RunContext
 
 if TYPE_CHECKING:
@@ -106,6 +108,8 @@ class OptimizerHook:
         if self._failed or not context.store_thread.usable:  # a forked child cannot read decisions
             return False
         if self._kernels.is_loaded or context.mode == "wait" or self.spent_seconds >= RENT * IMPORT_SECONDS:
+            return True
+        if group_size() > 1:
             return True
         params = args[0] if args else kwargs.get("params")
         return isinstance(params, list) and bool(params) and getattr(params[0], "is_cuda", False)

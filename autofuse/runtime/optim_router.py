@@ -25,7 +25,7 @@ from autofuse.optim.calls import ExternCall, StepCall, make_call
 from autofuse.optim.form import DTYPES, StepForm, flags_of
 from autofuse.optim.tensors import NOT_MADE, written
 from autofuse.runtime.device_kernels import DeviceKernels
-from autofuse.runtime.rank_agreement import Agreement, Ranks, current_ranks
+from autofuse.runtime.rank_agreement import Agreement, Ranks, current_ranks, fingerprint
 from autofuse.runtime.run_context import RunContext
 
 STATIC = Bucket(())
@@ -132,7 +132,7 @@ class OptimizerRouter:
             return False
         try:
             if group.decision is None:
-                self._look_up(group, original)
+                self._look_up(group, original, arguments)
             call = group.call
             if call is None:
                 return False
@@ -160,7 +160,7 @@ class OptimizerRouter:
         event = Event("optimizer_left", f"{group.form.label} stays torch's own: {problem}")
         self._context.store_thread.post_event(event)
 
-    def _look_up(self, group: Group, original: Callable[..., None]) -> None:
+    def _look_up(self, group: Group, original: Callable[..., None], arguments: Mapping[str, Any]) -> None:
         """Find the group's winner, and take it once all ranks of the job can."""
         if group.ready is None:
             decision = self._decision(group)
@@ -172,7 +172,9 @@ class OptimizerRouter:
         self._ranks = self._ranks or current_ranks()
         if self._ranks is not None:
             group.agreement = group.agreement or Agreement(self._ranks, f"{group.form.fusion_id}/{group.number}")
-            if not group.agreement.is_due(group.steps, _name(group.ready[0]) if group.ready is not None else ""):
+            ready = _name(group.ready[0]) if group.ready is not None else ""
+            held = [*arguments["params"], *(arguments.get("state_steps") or ())]
+            if not group.agreement.is_due(group.steps, ready, lambda: fingerprint(held)):
                 return
         elif group.ready is not None and self._cannot_agree():
             return
@@ -261,8 +263,8 @@ class OptimizerRouter:
 
 
 def _name(decision: Decision) -> str:
-    """What ranks call a winner."""
-    return decision.compile_key or decision.candidate.variant
+    """What ranks call a winner. A variant of torch's own is compiled for several processors, so it needs theirs."""
+    return decision.compile_key or f"{decision.candidate.variant} on {decision.key.device}"
 
 
 def _is_given(value: Any) -> bool:

@@ -1,30 +1,36 @@
 """Ranks of one job change the kernel of an optimizer's step at the same step, or none of them does.
 
-In: the step that this rank is at, and the kernel that it could run. Out: whether to run it from this step on. Each rank
-of a data-parallel job steps a replica of its own from equal gradients: where one rank runs a kernel that differs from
-torch's in the last bit and another one torch's, the replicas drift apart, and nothing notices.
+In: the step that this rank is at, the kernel that it could run, and what it holds. Out: whether to run the kernel from
+this step on. Each rank of a data-parallel job steps a replica of its own from equal gradients: where one rank runs a
+kernel that differs from torch's in the last bit and another one torch's, the replicas drift apart, and nothing notices.
 
-Rank 0 offers a kernel in the job's own store, with a step at which it decides and a later one at which all change. The
-others acknowledge once they have loaded it. Guarantee: one value in the store decides, whoever writes it first; there
-is no collective, so nothing can hang; a rank waits for that value for some seconds at most.
+Rank 0 offers a kernel in the job's own store, with three steps: at the first, all compare what they hold; at the
+second, rank 0 decides; at the third, all change. The others acknowledge at the first step if they have loaded the
+kernel, by a fingerprint of their parameters: it is rank 0's if they mean the same parameters at the same step.
+Guarantee: one value in the store decides, whoever writes it first; there is no collective, so nothing can hang; a rank
+waits for that value for some seconds at most.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autofuse.preserve_rng import untouched
 
-FIRST_LEAD = 16  # steps from an offer to its decision, and from there to the change; twice as many at each attempt
-MOST_ATTEMPTS = 12  # over 131,000 steps: of short steps, a busy machine makes thousands before each rank has the kernel
+FIRST_LEAD = 16  # steps from an offer to the first of its steps, and between those; twice as many at each attempt
+MOST_ATTEMPTS = 12  # over 196,000 steps: of short steps, a busy machine makes thousands before each rank has the kernel
 POLL_STEPS = 8  # between looks for an offer: one takes a tenth of a millisecond
 WAIT_SECONDS = 10.0  # for a decision that should have been there for many steps
 _PREFIX = "autofuse"
+_TENSORS, _ELEMENTS = 16, 64  # at most so many of each go into a fingerprint
 
 
 class Store(Protocol):
@@ -52,39 +58,47 @@ class Ranks(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A kernel of rank 0's, and the steps at which it decides and at which all change to it."""
+    """A kernel of rank 0's, and the steps at which all compare, rank 0 decides and all change to it."""
 
     kernel: str
+    compared_at: int
     decided_at: int
     begins_at: int
 
 
-def current_ranks() -> Ranks | None:
-    """The ranks of the script's job; None where it is a process by itself. A connection of our own is made."""
+def group_size() -> int:
+    """The number of ranks of the script's process group; 1 where it has none."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    size = distributed.get_world_size()
+        return 1
+    return int(distributed.get_world_size())
+
+
+def current_ranks() -> Ranks | None:
+    """The ranks of the script's job; None where it is a process by itself. A connection of our own is made."""
+    size = group_size()
     if size < 2:
         return None
+    distributed = sys.modules["torch.distributed"]
     with untouched():
         from torch.distributed.distributed_c10d import _get_default_store
     own = _get_default_store().clone()  # a wait on the script's would hold ours up
     return Ranks(distributed.get_rank(), size, distributed.PrefixStore(_PREFIX, own))
 
 
-def shares_values(module: object) -> bool:
-    """Whether other ranks compute values of this module, too, and no mean makes them equal again: tensor parallelism.
+def fingerprint(tensors: Sequence[Tensor]) -> str:
+    """Of some elements of some of these tensors, to the bit.
 
-    Parameters that are data-parallel alone (FSDP) have gradients that are reduced over all ranks.
+    Distributed tensors are left out: to read an element of one may be a collective.
     """
-    tensors, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
-    if tensors is None or not isinstance(module, nn.Module):
-        return False
-    sharded = getattr(fsdp, "FSDPModule", None)
-    own_dims = int(sharded is not None and any(isinstance(part, sharded) for part in module.modules()))
-    meshes = (p.device_mesh for p in module.parameters() if isinstance(p, tensors.DTensor))
-    return any(mesh.size() > 1 and mesh.ndim > own_dims for mesh in meshes)
+    plain = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)]
+    found = hashlib.sha256()
+    for tensor in plain[:: -(-len(plain) // _TENSORS) or 1]:
+        row = tensor.detach()
+        while row.dim() > 1 and row.numel():
+            row = row[0]
+        found.update(bytes(row.reshape(-1)[:_ELEMENTS].contiguous().cpu().view(torch.uint8).tolist()))
+    return found.hexdigest()[:16]
 
 
 class Agreement:
@@ -95,24 +109,26 @@ class Agreement:
         self._topic = topic
         self._attempt = 0
         self._offer: Offer | None = None
+        self._held = ""  # rank 0: the fingerprint of what it held at the step of comparison
         self._has_answered = False  # rank 0: decided; others: acknowledged
         self._next_poll = 0
 
-    def is_due(self, step: int, ready: str) -> bool:
+    def is_due(self, step: int, ready: str, held: Callable[[], str]) -> bool:
         """Whether to run the kernel ``ready`` from this step on. To be asked at each step until it is.
 
-        ``ready``: the name of what this rank could run, "" for nothing yet. Raises what the store raises.
+        ``ready``: the name of what this rank could run, "" for nothing yet. ``held()``: the `fingerprint` of what it
+        holds before this step. Raises what the store raises.
         """
         if self._attempt >= MOST_ATTEMPTS:
             return False
         offer = self._offer = self._offer or self._find_offer(step, ready)
         if offer is None:
             return False
-        self._answer(offer, step, ready)
+        self._answer(offer, step, ready, held)
         if step < offer.begins_at:
             return False
         is_agreed = self._decision() == "yes"
-        self._attempt, self._offer, self._has_answered = self._attempt + 1, None, False
+        self._attempt, self._offer, self._held, self._has_answered = self._attempt + 1, None, "", False
         return is_agreed
 
     def _key(self, what: str) -> str:
@@ -124,7 +140,7 @@ class Agreement:
             if not ready:
                 return None
             lead = FIRST_LEAD << self._attempt
-            offer = Offer(ready, step + lead, step + 2 * lead)
+            offer = Offer(ready, step + lead, step + 2 * lead, step + 3 * lead)
             store.set(self._key("offer"), json.dumps(offer))
             return offer
         if step < self._next_poll:
@@ -132,19 +148,21 @@ class Agreement:
         self._next_poll = step + POLL_STEPS
         return Offer(*json.loads(store.get(self._key("offer")))) if store.check([self._key("offer")]) else None
 
-    def _answer(self, offer: Offer, step: int, ready: str) -> None:
-        """Rank 0 decides when that is due; the others acknowledge in time once they have the kernel."""
+    def _answer(self, offer: Offer, step: int, ready: str, held: Callable[[], str]) -> None:
+        """Rank 0 decides when that is due; the others acknowledge at the step of comparison if they are ready."""
         if self._has_answered:
             return
         ranks = self._ranks
         if ranks.rank == 0:
-            if step >= offer.decided_at:
+            if step == offer.compared_at:
+                self._held = held()
+            elif step >= offer.decided_at:
                 self._has_answered = True
-                is_ready = ranks.store.add(self._key("acknowledged"), 0) == ranks.size - 1
-                ranks.store.compare_set(self._key("decision"), "", "yes" if is_ready else "no")
-        elif ready == offer.kernel and step <= offer.decided_at:
+                agreeing = ranks.store.add(self._key(f"acknowledged/{self._held}"), 0) if self._held else 0
+                ranks.store.compare_set(self._key("decision"), "", "yes" if agreeing == ranks.size - 1 else "no")
+        elif ready == offer.kernel and step == offer.compared_at:
             self._has_answered = True
-            ranks.store.add(self._key("acknowledged"), 1)
+            ranks.store.add(self._key(f"acknowledged/{held()}"), 1)
 
     def _decision(self) -> str:
         """The decision; "no" for all ranks where it has not been made in time."""

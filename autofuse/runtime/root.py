@@ -25,7 +25,7 @@ from autofuse.observer.signatures import call_signature, count_elements
 from autofuse.runtime.graph_trial import Costs, GraphTrial
 from autofuse.runtime.kept_casts import casts_are_kept
 from autofuse.runtime.patched_classes import must_be_eager
-from autofuse.runtime.rank_agreement import shares_values
+from autofuse.runtime.repeated_values import shares_values
 from autofuse.runtime.root_bypass import Bypass
 from autofuse.runtime.root_captured import CapturedCalls
 from autofuse.runtime.root_device import RootDevice
@@ -202,7 +202,7 @@ class Root:
         device = self._device.find(module, args, kwargs)
         advice = self.policy.advise(module, self.life.failures)
         self.life.note(advice)
-        if advice.capture and not self._services.context.settings.run.strict and shares_values(module):
+        if advice.capture and self._must_stay_equal(module):
             self.life.keep_equal()
         elif advice.capture:
             try:
@@ -218,6 +218,9 @@ class Root:
                 self.trial.verdicts.lose_up_to(self.policy.reach(self._bypass.is_small))
             self.life.decline()
 
+    def _must_stay_equal(self, module: Target) -> bool:
+        return not self._services.context.settings.run.strict and shares_values(module)
+
     def _capture_for(self, device: torch.device) -> None:
         """Capture, unless the graph would have no kernel: none is known for the device, and none can be made."""
         kernels = self._services.kernels
@@ -227,6 +230,13 @@ class Root:
         self.account.note("imports", self._clock() - began)
         if is_useless and not self._services.context.settings.capture.at_once:
             self.life.await_kernels()
+        else:
+            self.capture()
+
+    def ask_for(self, module: Target) -> None:
+        """The script asks for its capture."""
+        if self._must_stay_equal(module):
+            self.life.keep_equal()
         else:
             self.capture()
 

@@ -64,7 +64,7 @@ class RootPolicy:
     def is_asked(self) -> bool:
         """Whether the user has requested captures whatever they cost."""
         settings = self._context.settings
-        return self._context.mode == "wait" or settings.run.frozen or settings.capture.at_once
+        return self._context.mode == "wait" or settings.run.is_frozen or settings.capture.at_once
 
     @property
     def last_elements(self) -> int:
@@ -143,7 +143,7 @@ class RootPolicy:
             # Soon, but not at the first call: a trace of one shape would be thrown away at the next shape.
             at_once=context.mode == "wait",
             min_calls=self._find_min_calls(),
-            uses_known=context.settings.run.frozen,
+            uses_known=context.settings.run.is_frozen,
             min_root_us=capture.min_root_us if torch.is_grad_enabled() else smallest_inference,
             max_seconds=capture.max_seconds,
             max_failures=capture.max_failures,

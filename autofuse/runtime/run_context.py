@@ -19,6 +19,7 @@ from autofuse.ir.records import Event, Refusal, RunStart
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime.graph_metrics_log import GraphMetricsLog
 from autofuse.runtime.root_steps import TimedStep
+from autofuse.runtime.snapshot import Snapshot
 from autofuse.runtime.store_thread import StoreThread
 from autofuse.script_signals import is_of_handler
 from autofuse.settings.layers import Settings
@@ -40,7 +41,9 @@ class RunContext:
         self.command = start.command
         self.device = start.device  # the run's device: the machine's CPU; nodes have places of their own
         self.versions = start.versions  # versions that a decision depends on besides the device
-        self.mode = "off" if settings.run.frozen else settings.run.tune
+        self.mode = "off" if settings.run.is_frozen else settings.run.tune
+        path = settings.run.snapshot
+        self.snapshot = Snapshot(path, start.device.key, start.versions) if path is not None else None
         self.store_thread = store_thread
         self.started = started  # by ``perf_counter``
         self.launched = launched  # when the process of the script began

@@ -85,7 +85,7 @@ class Session:
         self._written_refusals = 0
         self._step_records = StepRecords()
         self._live_races: LiveRaces | None = None
-        self._has_live_races = settings.tuner.live_races and not settings.run.frozen
+        self._has_live_races = settings.tuner.live_races and not settings.run.is_frozen
         self._finished = False
         self._pid = os.getpid()
         self._exit_code: int | None = None
@@ -267,6 +267,7 @@ class Session:
         if not self._knows_roots:
             self._knows_roots = True
             self.roots.known.update(store.roots.known())
+            self._read_snapshot(store)
             self.tuning.announce(store)
         found = self.kernels.catalogue.absorb(store) if self.kernels.is_loaded else None
         if found is None:
@@ -275,6 +276,11 @@ class Session:
         self._step_records.note_news()
         self.refresh_plans(found.fusion_ids)
         return found.has_decisions
+
+    def _read_snapshot(self, store: Store) -> None:
+        problem = self.context.snapshot.read(store) if self.context.snapshot is not None else ""
+        if problem:
+            self.context.say_once("snapshot", problem)
 
     def refresh_plans(self, fusion_ids: Collection[str] | None = None) -> None:
         """Update plans for new decisions on these nodes, on all where None."""

@@ -234,7 +234,7 @@ class TuningClient:
     def hand_over(self) -> None:
         """At the end of the script: in ``after`` mode tuning begins now; a frozen run reports what it missed."""
         context = self._context
-        if context.settings.run.frozen:
+        if context.settings.run.is_frozen:
             self._report_misses()
         if not self.enabled:
             return
@@ -263,10 +263,11 @@ class TuningClient:
         eager = [total.node for total in sums if total.calls > total.fused_calls]
         missed = sum(not self._kernels.choose(n.fusion_id, n.values, n.slot.device).known for n in eager)
         if missed:
+            frozen_by = "--frozen" if self._context.settings.run.frozen else "AUTOFUSE_SNAPSHOT"
             self._context.say_once(
                 "frozen_miss",
                 f"{missed} nodes had no stored decision and ran on eager's kernels, since the run was frozen; "
-                "without --frozen they would be tuned",
+                f"without {frozen_by} they would be tuned",
             )
 
     # ---- requests ----------------------------------------------------------------------------------------

@@ -70,6 +70,10 @@ class UserGraph:
         """Whether only Dynamo's graph will run, so that autofuse need not compile it."""
         return self._is_released and self._is_static
 
+    def keep_equal(self) -> None:
+        """Stay in eager: other ranks compute the same, and may not run the same kernels at the same step."""
+        self.state, self.reason, self.detail = "eager", "several_ranks", ""
+
     def around(self, captured: Call, original: Call, sizes: Sizes, has_gradients: bool, device: torch.device) -> Call:
         """The callable for Dynamo."""
         self.trial.on_gpu = device.type == "cuda"

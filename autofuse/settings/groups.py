@@ -70,6 +70,11 @@ class RunSettings(Group):
         "When kernels are tuned: beside the running script, by pausing it, when it has ended, or never.",
     )
     frozen: bool = declare(False, "Use stored decisions only; nothing is queued for tuning.")
+    snapshot: Path | None = declare(
+        None,
+        "A file of 'autofuse export', or a folder of them: only decisions of the store that it names are used, and "
+        "nothing is queued.",
+    )
     disable: bool = declare(False, "Run the script as if autofuse were not there.")
     store: Path = Field(default_factory=default_store, description="The SQLite file that keeps all results.")
     cc: str = declare("", "C compiler; empty looks for cc, gcc and clang. CC is read where AUTOFUSE_CC is not set.")
@@ -90,6 +95,11 @@ class RunSettings(Group):
     )
     quiet: bool = declare(False, "Print nothing of our own on stderr.")
     profile: str = declare("default", "Effort: quick, default or thorough.")
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing is queued for tuning."""
+        return self.frozen or self.snapshot is not None
 
 
 class ObserveSettings(Group):

@@ -99,3 +99,24 @@ def test_a_new_shape_runs_before_it_is_held_out() -> None:
     assert Held.COMPARED in {calls.next(1, False, False, False) for _ in range(100)}
     none = HeldOutCalls(0.0, pairs=12)
     assert {none.next(1, False, True, True) for _ in range(1000)} == {Held.NO}
+
+
+FIRST = (0, 137, 790)  # call of each rank
+MISSED = {(first + after) % 97 for first in FIRST for after in (0, 1)}
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_ranks_that_begin_at_different_calls_hold_out_the_same_ones(is_short: bool) -> None:
+    def held_out(first: int) -> list[int]:
+        calls = HeldOutCalls(0.02, pairs=12)
+        kinds: dict[int, Held] = {}
+        for call in range(first, 3000):
+            if call % 97 != first % 97:  # others are not asked about: they rest, or run what is released
+                calls.count_to(call)
+                kinds[call] = calls.next(1, False, True, is_short)
+        return [
+            call for call, kind in kinds.items() if kind is not Held.NO and call >= 1000 and call % 97 not in MISSED
+        ]
+
+    found = [held_out(first) for first in FIRST]
+    assert found[0] == found[1] == found[2] and 25 < len(found[0]) < 50

@@ -203,6 +203,15 @@ def test_gradients_laid_out_otherwise_are_torchs_own(calls: Calls, change: str) 
     assert calls.kernels == 0 and torch.equal(param, -torch.ones_like(param))
 
 
+@pytest.mark.parametrize("calls", ["c_multi", "fused"], indirect=True)
+def test_ranks_on_other_processors_offer_other_winners(calls: Calls) -> None:
+    """Torch's own variants are compiled for several processors; a kernel's name holds its own."""
+    made = [
+        SimpleNamespace(key=SimpleNamespace(device=device), **vars(calls.catalogue.table.find())) for device in "ab"
+    ]
+    assert (router._name(made[0]) == router._name(made[1])) == (calls.variant == "c_multi")  # type: ignore[arg-type]
+
+
 @KERNELS
 def test_ranks_that_cannot_agree_step_as_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each steps a replica of its own: one that changes to a kernel earlier than another would drift away from it."""
@@ -353,9 +362,13 @@ def test_a_script_pays_for_the_router_once_it_has_spent_much_more(
     assert torch.equal(first.param_groups[0]["params"][0], second.param_groups[0]["params"][0])
 
 
-@pytest.mark.parametrize("cause", ["loaded", "wait"])
-def test_the_router_comes_at_once_where_it_costs_no_more(calls: Calls, cause: str) -> None:
+@pytest.mark.parametrize("cause", ["loaded", "wait", "ranks"])
+def test_the_router_comes_at_once_where_it_must_or_costs_no_more(
+    calls: Calls, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks count steps from the first one on: where each counted from another, they changed at different ones."""
     calls.hook.router = None
+    monkeypatch.setattr(optim_hook, "group_size", lambda: 2 if cause == "ranks" else 1)
     calls.is_loaded, calls.mode = cause == "loaded", "wait" if cause == "wait" else "background"
     calls.store_thread.usable = False  # as in a forked child
     trained("SGD", parameters(8), 1)

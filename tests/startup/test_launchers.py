@@ -85,11 +85,19 @@ sys.exit(int(sys.argv[-1]) if os.environ["RANK"] == "1" else 0)
 """
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_two_ranks_run_under_autofuse(tmp_path: Path, code: int) -> None:
+TORCHRUN = ("torchrun", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+ACCELERATE = (
+    *("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no"),
+)
+
+
+@pytest.mark.parametrize(("words", "code"), [(TORCHRUN, 0), (TORCHRUN, 3), (ACCELERATE, 0)])
+def test_two_ranks_run_under_autofuse(tmp_path: Path, words: tuple[str, ...], code: int) -> None:
+    if words is ACCELERATE:
+        pytest.importorskip("accelerate")
     script, store = tmp_path / "train.py", tmp_path / "kept" / "s.sqlite3"
     script.write_text(SCRIPT)
-    words = ["torchrun", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command = [sys.executable, "-m", "autofuse", "run", "--tune", "off", "--store", str(store), *words]
     done = subprocess.run([*command, str(script), "--lr", str(code)], capture_output=True, text=True, timeout=120)
     assert bool(done.returncode) == bool(code), done.stderr
