@@ -18,12 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from autofuse.ir.records import EAGER, LIVE_RACES, Candidate, Comparison, Decision, Event
 from autofuse.ir.shape import evaluate
 from autofuse.ir.validation import one_line
 from autofuse.job_ranks import told_ranks
+from autofuse.runtime.rank_agreement import group_size
 from autofuse.tuner.comparison import LEAST_PAIRS, compare, confirms, is_clear, wins
 
 if TYPE_CHECKING:
@@ -221,6 +220,4 @@ class HeldOutPlan:
 
 def is_alone() -> bool:
     """Whether the script is no rank of a job: ranks would be slower in different steps, and wait for each other."""
-    distributed = torch.distributed
-    is_joined = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    return told_ranks() is None and not is_joined
+    return told_ranks() is None and group_size() <= 1
