@@ -85,7 +85,8 @@ class Session:
         self._written_refusals = 0
         self._step_records = StepRecords()
         self._live_races: LiveRaces | None = None
-        self._has_live_races = settings.tuner.live_races and not settings.run.is_frozen
+        is_held_out = settings.capture.held_out_share > 0.0  # else each call is to run the same kernels
+        self._has_live_races = settings.tuner.live_races and is_held_out and not settings.run.is_frozen
         self._finished = False
         self._pid = os.getpid()
         self._exit_code: int | None = None

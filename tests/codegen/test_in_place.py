@@ -32,7 +32,8 @@ class Captured:
     def __init__(self, function: Callable[..., Any], store: str, reuses: bool = True, **environment: str) -> None:
         """``reuses``: whether kernels may write where an input lies."""
         torch._dynamo.reset()
-        names = {"AUTOFUSE_STORE": store, "AUTOFUSE_TUNE": "off", "AUTOFUSE_FUSION_MIN_TENSOR_SIZE": "0", **environment}
+        names = {"AUTOFUSE_STORE": store, "AUTOFUSE_TUNE": "off", "AUTOFUSE_FUSION_MIN_TENSOR_SIZE": "0"}
+        names |= {"AUTOFUSE_TUNER_LIVE_RACES": "false", **environment}  # each call runs the same kernels
         self.session = make_session(load(environ=names), "test")
         self.session.kernels.choose = self.choose  # type: ignore[method-assign]
 

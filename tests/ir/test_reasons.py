@@ -54,7 +54,7 @@ SLOTS: dict[tuple[type[Reason], ...], tuple[Slot, ...]] = {
         *(Slot("_give_up(0)", "tuner/"), Slot("stay_eager(0)", "tuner/"), Slot("_decision(3)", "tuner/")),
         *(Slot("return why_nothing_ran", "tuner/"), Slot("_REASONS =", "tuner/"), Slot("of(3)", "tuner/")),
         *(Slot("_stay_eager(0)", "optim/"), Slot("_decide(2)", "optim/tune_step.py"), Slot("of(3)", "optim/")),
-        Slot("NodeLine(reason=)"),
+        *(Slot("NodeLine(reason=)"), Slot("replace(reason=)", "runtime/live_races.py")),
     ),
     (SettingReason,): (Slot("SettingTrial(reason=)"),),
     (NoticeKind,): (
@@ -69,7 +69,7 @@ HANDED_ON = frozenset({
     *("code", "kind", "refusal[0]", "error.code", "known.reason", "advice.reason", "loss.reason", "UNTUNED"),
     "facts.known_reason",
     *("row.kind", "row.reason", "*problem", "backend.problem", "self.lowerable(node.form) if self.lowerable else None"),
-    *("*self._verdicts.why_nothing_ran()", "GRAPH_METRICS", "PEAK_MEMORY", "STEP_RECORD"),
+    *("*self._verdicts.why_nothing_ran()", "GRAPH_METRICS", "PEAK_MEMORY", "STEP_RECORD", "LIVE_RACES"),
     *("name", "reason", "decision.reason", "None", "f'{REFUSED}{error.code}'"),
 })  # fmt: skip
 

@@ -130,7 +130,6 @@ SETTINGS = {
     "run.tune": "off",
     "run.quiet": True,
     "capture.at_once": True,
-    "capture.held_out_share": 0.0,
     "capture.keep_graphs": False,
     "fusion.min_tensor_size": 0,
 }
@@ -188,6 +187,8 @@ def put_slow_kernel(session: Any) -> None:
 
 def test_a_slow_kernel_is_given_up_and_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autofuse.runtime.step_records.TIMED_ONE_IN", 1)
+    # With no other node in it the whole module would be released as early.
+    monkeypatch.setattr("autofuse.runtime.graph_trial.GraphTrial.compare", lambda *a: None)
     path = tmp_path / "store.sqlite3"
 
     def until_eager(session: Any) -> None:

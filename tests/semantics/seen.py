@@ -110,5 +110,7 @@ def differences(python: Any, ours: Any, rounding: torch.dtype | None, where: str
         is_named = bool(python) and len(python) == 2 and isinstance(python[0], str)
         for index, (a, b) in enumerate(zip(python, ours, strict=True)):
             yield from differences(a, b, rounding, f"{where}/{python[0]}" if is_named and index else where)
+    elif isinstance(python, tuple) and isinstance(ours, tuple):
+        yield f"{where}: python has {len(python)}: {python!r:.300}, autofuse {len(ours)}: {ours!r:.300}"
     elif python != ours:
         yield f"{where}: python {python!r:.300}, autofuse {ours!r:.300}"
