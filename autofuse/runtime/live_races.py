@@ -53,6 +53,7 @@ class Race:
     is_warm: bool = False  # eager's operations have run once; that call prepares them and is not counted
     verdict: str = OPEN
     comparison: Comparison | None = None  # of the last look
+    compared: int = 0  # pairs in it
     has_lost: bool = False  # once: the pairs since then decide
 
     @property
@@ -65,6 +66,7 @@ class Race:
             return
         eager, fused = _scaled(self.eager), _scaled(self.fused[: self.pairs])
         self.comparison, reverse = compare(eager, fused), compare(fused, eager)
+        self.compared = self.pairs
         if self.has_lost:
             self.verdict = SLOWER if confirms(reverse, margin) else UNSURE
         elif wins(reverse, margin):
@@ -122,6 +124,8 @@ class LiveRaces:
                 race.look(self._margin)
                 if race.verdict == SLOWER:
                     self._lose(node, race)
+                if race.verdict != OPEN:
+                    race.eager, race.fused = [], []  # a long run has thousands of races
 
     def _race(self, plan: Plan, index: int, node: NodeState) -> Race | None:
         """The open race of a node's kernel; None where there is none, or another call of the node is not like it."""
@@ -187,7 +191,7 @@ def _row(key: tuple[str, str, str], race: Race) -> dict[str, Any]:
     assert found is not None
     numbers = {name: round(getattr(found, name), 4) for name in ("speedup", "low", "high")}
     finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-    return {"node": race.label, "bucket": key[1], "verdict": race.verdict, "pairs": race.pairs, **finite}
+    return {"node": race.label, "bucket": key[1], "verdict": race.verdict, "pairs": race.compared, **finite}
 
 
 class HeldOutPlan:

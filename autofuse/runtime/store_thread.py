@@ -160,6 +160,7 @@ class StoreThread:
         if self.usable:
             with self._lock:
                 self._decisions.append(decision)
+            self._wake.set()
 
     def wait_written(self, ticket: int, seconds: float) -> bool:
         """Wait until the requests of a ticket are in the store."""
