@@ -5,14 +5,15 @@ which backward has its own copy of such a value. Guarantee: only element-wise op
 recomputed, no tensor is saved that would not be alive anyway, and the values have the same bits.
 
 Eager saves silu(a) of ``silu(a) * b`` for backward, though backward has ``a`` as well: a fused kernel saves one write
-and one read of a tensor. This is our own pass, not torch's min-cut, which moves whole chains: operations that are not
-fused in the end run as eager's kernels, and we want few extra ones.
+and one read of a tensor. A value may be a few operations away from what backward has. This is our own pass, not torch's
+min-cut, which moves whole chains and starts from the graph's inputs: operations that are not fused in the end run as
+eager's kernels, so few extra ones are wanted, and the script may overwrite an input that eager does not save.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ from torch._functorch.partitioners import default_partition
 
 from autofuse.capture.joint_graph import note_backward, refuse_overlapping_gradients
 from autofuse.capture.simplify import is_view, simplify
+from autofuse.ir.optable import OpKind, info
+
+MOST_OPERATIONS = 6  # that backward runs for one value which is not saved, if nothing is fused
+MOST_WORK = 16.0  # operations on an element (`ir.optable`): those of mish, 24, cost more than memory's 8 bytes
+SIMPLE_POWERS = (-2, -1, -0.5, 0.5, 1, 2, 3)  # are products and roots
+SMALL = 8  # a value with so many times fewer elements than what is made of it is kept: its memory is not worth a kernel
+_INLINED = {OpKind.POINTWISE, OpKind.REDUCTION, OpKind.NORMALISATION, OpKind.LOSS, OpKind.MEMORY}
 
 
 def partition(
@@ -41,7 +49,7 @@ def partition(
 
 
 def recompute(graph: fx.Graph) -> int:
-    """Give backward its own copies; returns how many."""
+    """Give backward its own copies; returns how many operations they are."""
     last = None
     for node in graph.nodes:
         if node.meta.get("partitioner_tag") == "is_forward":
@@ -50,30 +58,122 @@ def recompute(graph: fx.Graph) -> int:
         return 0  # nothing that backward could share
     order = list(graph.nodes)
     forward = set(order[: order.index(last) + 1])
-    copies = 0
-    output = graph.find_nodes(op="output")  # graph outputs are written anyway
-    for node in [n for n in order if n in forward]:
-        later = [user for user in node.users if user not in forward and user.op != "output"]
-        if not later or not _is_elementwise(node) or output[0] in node.users:
-            continue
-        sooner = [user for user in node.users if user in forward]
-        if not all(_is_elementwise(user) for user in (*sooner, *later)):
-            continue  # another kernel needs it written anyway; reading it then costs no more than reading its inputs
-        if all(_is_alive_in_backward(n, node, forward) for n in node.all_input_nodes):
-            first = min(later, key=order.index)
-            with graph.inserting_before(first):
-                copy = graph.node_copy(node)
-            copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
-            for user in later:
-                user.replace_input_with(node, copy)
-            copies += 1
+    copies = _compute_again(graph, order, forward)
     # Last: the views of backward's own change which values backward reads, which is tested above.
     return copies + _see_again(graph, list(graph.nodes), forward)
 
 
-def _is_checkpointed(graph: fx.Graph) -> bool:
-    """Whether the user's checkpoints already decide what is recomputed."""
-    return any("recompute" in node.meta for node in graph.nodes)
+# ---- element-wise values
+
+
+def _compute_again(graph: fx.Graph, order: Sequence[fx.Node], forward: set[fx.Node]) -> int:
+    chosen = _Choice(forward)
+    for node in order:
+        if node in forward:
+            chosen.consider(node)
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def again(node: fx.Node, before: fx.Node) -> fx.Node:
+        """Backward's own value, made just before its first reader."""
+        if node not in chosen.again and node not in chosen.between:
+            return node
+        if node not in copies:
+            made = {source: again(source, before) for source in node.all_input_nodes}
+            with graph.inserting_before(before):
+                copies[node] = graph.node_copy(node, lambda source: made[source])
+            copies[node].meta = {**node.meta, "partitioner_tag": "is_backward"}
+        return copies[node]
+
+    for node in order:
+        if node in forward or node.op == "output":
+            continue
+        for source in node.all_input_nodes:
+            if source in chosen.again:
+                node.replace_input_with(source, again(source, node))
+    return len(copies)
+
+
+class _Choice:
+    """Which values backward computes again, decided in the order of the graph."""
+
+    def __init__(self, forward: set[fx.Node]) -> None:
+        self.again: set[fx.Node] = set()  # are not saved
+        self.between: set[fx.Node] = set()  # are computed on the way to those; eager does not save them
+        self._forward = forward
+
+    def consider(self, node: fx.Node) -> None:
+        later = self._later(node)
+        if not later or not _is_elementwise(node) or not all(map(_is_inlined, node.users)):
+            return  # another kernel needs it written anyway; reading it then costs no more than reading its inputs
+        if _elements(node) * SMALL <= max(map(_elements, later)):
+            return
+        extra: list[fx.Node] = []
+        if self._reach(node, extra) and _work((node, *extra)) <= MOST_WORK:
+            self.again.add(node)
+            self.between.update(extra)
+
+    def _reach(self, node: fx.Node, extra: list[fx.Node]) -> bool:
+        """Whether backward can compute a value from what it has; ``extra``: operations it needs besides."""
+        for source in node.all_input_nodes:
+            if source in extra or self._is_alive(source):
+                continue
+            extra.append(source)
+            is_free = _is_seen(source)
+            if not (is_free or _is_elementwise(source)) or _operations(extra) >= MOST_OPERATIONS:
+                return False
+            if not self._reach(source, extra):
+                return False
+        return True
+
+    def _is_alive(self, source: fx.Node) -> bool:
+        """Sizes are alive; a tensor is where backward reads it for something else, or computes it again.
+
+        An input that backward does not read may be overwritten by then.
+        """
+        if not isinstance(source.meta.get("val"), torch.Tensor | tuple | list):
+            return bool(source.op != "get_attr")
+        return source in self.again or source in self.between or bool(self._later(source))
+
+    def _later(self, node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if user not in self._forward and user.op != "output"]
+
+
+def _is_inlined(user: fx.Node) -> bool:
+    """Whether a reader takes a value in its own kernel, so that nobody needs it written; views are looked through."""
+    if user.op != "call_function":
+        return False  # the graph's outputs are written anyway
+    if _is_seen(user):
+        return all(map(_is_inlined, user.users))
+    return user.target is not operator.getitem and info(str(user.target)).kind in _INLINED
+
+
+def _elements(node: fx.Node) -> int:
+    """Of a tensor, or of the largest of several; symbols count as their hints."""
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    sizes = [t.numel() for t in tensors if isinstance(t, torch.Tensor)]
+    return max(map(_hint, sizes), default=0)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.hint is not None else 0
+
+
+def _operations(nodes: Iterable[fx.Node]) -> int:
+    return sum(not _is_seen(node) for node in nodes)
+
+
+def _work(nodes: Iterable[fx.Node]) -> float:
+    return sum(1.0 if _is_simple_power(node) else info(str(node.target)).flops for node in nodes)
+
+
+def _is_simple_power(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.pow.Tensor_Scalar and node.args[1] in SIMPLE_POWERS
+
+
+# ---- views
 
 
 def _see_again(graph: fx.Graph, order: Sequence[fx.Node], forward: set[fx.Node]) -> int:
@@ -121,8 +221,6 @@ def _is_elementwise(node: fx.Node) -> bool:
     return bool(torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags)
 
 
-def _is_alive_in_backward(source: fx.Node, node: fx.Node, forward: set[fx.Node]) -> bool:
-    """Sizes are alive; a tensor is where backward reads it for something else (an input may be overwritten by then)."""
-    if not isinstance(source.meta.get("val"), torch.Tensor):
-        return bool(source.op != "get_attr")
-    return any(user is not node and user not in forward for user in source.users)
+def _is_checkpointed(graph: fx.Graph) -> bool:
+    """Whether the user's checkpoints already decide what is recomputed."""
+    return any("recompute" in node.meta for node in graph.nodes)

@@ -86,9 +86,53 @@ def test_a_normalised_value_is_computed_again() -> None:
     assert graphs["backward"].count("aten.mul.Tensor") > graphs["forward"].count("aten.mul.Tensor")
 
 
+def charbonnier(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.sqrt((a - b).square() + 1e-6).mean()
+
+
+def focal(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    p = torch.sigmoid(logits)
+    right = p * target + (1 - p) * (1 - target)
+    return ((1 - right) ** 2 * -torch.log(right + 1e-6)).mean()
+
+
+def gates(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    left, right = (a * b).chunk(2, -1)
+    return torch.sigmoid(left) * torch.tanh(right)
+
+
+# What backward computes again, though it is several operations away from what backward has: operations, tensors saved.
+REACHED: dict[str, tuple[Callable[..., Any], tuple[str, ...], int]] = {
+    "read by a sum": (charbonnier, ("aten.sqrt.default",), 1),
+    "two of one origin": (focal, ("aten.rsub.Scalar", "aten.log.default"), 2),
+    "another of a chain": (lambda a, b: F.mish(a * 2) * b, ("aten.mish.default",), 2),
+    "by hand": (lambda a, b: a * torch.tanh(a.abs().sqrt()) * b, ("aten.tanh.default", "aten.sqrt.default"), 2),
+    "parts of one value": (gates, ("aten.sigmoid.default", "aten.tanh.default"), 2),
+}
+
+
+@pytest.mark.parametrize("what", REACHED)
+def test_what_is_a_few_operations_away_is_computed_again(what: str) -> None:
+    function, operations, saved = REACHED[what]
+    graphs = check(function, randn(11, 14), randn(11, 14))
+    assert all(name in graphs["backward"] for name in operations), graphs["backward"]
+    run, _ = captured(function)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        run(randn(5, 14).requires_grad_(), randn(5, 14).requires_grad_())
+    assert len({t.untyped_storage().data_ptr() for t in kept if t.numel() == 70}) == saved
+
+
 def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     gate = F.silu(a)
     return gate, gate * b
+
+
+def far(a: torch.Tensor) -> torch.Tensor:
+    """Its gradient needs none of its values."""
+    for k in range(8):
+        a = a * 2 if k % 2 else a + 1
+    return a
 
 
 KEPT: dict[str, tuple[Callable[..., Any], str]] = {
@@ -96,6 +140,11 @@ KEPT: dict[str, tuple[Callable[..., Any], str]] = {
     "what a product reads": (lambda a, b: (F.silu(a) @ b.T) * a.sum(), "aten.silu.default"),
     "random numbers": (lambda a, b: F.dropout(a, 0.5) * b * a, "aten.native_dropout.default"),
     "what only it would need": (lambda a, b: (a + b).exp() * b, "aten.exp.default"),
+    "what is far away": (lambda a, b: far(a.sin()).exp() * b, "aten.exp.default"),
+    "what is dear": (lambda a, b: torch.digamma(a) * b * a, "aten.digamma.default"),
+    "what is dear together": (lambda a, b: a * torch.tanh(F.softplus(a)) * b, "aten.softplus.default"),
+    "what is small": (lambda a, b: a[:1, :1].abs().sqrt() * a * b, "aten.sqrt.default"),
+    "parts of what is not there": (lambda a, b: gates((a + b)[:, :6], a.new_ones(())) * 2, "aten.split.Tensor"),
 }
 
 
