@@ -20,6 +20,7 @@ from pathlib import Path
 
 from autofuse.db.fleet_exchange import FleetExchange
 from autofuse.db.fleet_queue import LEASE_SECONDS
+from autofuse.db.fleet_retention import Bounds, FleetRetention
 from autofuse.db.fleet_server import NO_ANSWER, FleetServer
 from autofuse.db.rows import RequestEnd
 from autofuse.db.store import Store
@@ -33,6 +34,7 @@ log = logging.getLogger("autofuse.daemon")
 # It takes 0.1 s, but on a machine that scripts fill it may take seconds, and a search costs more.
 FIRST_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0  # between tries to reach a server that is down
+KEEP_SECONDS = 3600.0  # between two looks whether the server holds what nobody uses
 CLOSE_SECONDS = 3.0  # for the last results, when a daemon ends
 
 
@@ -72,6 +74,7 @@ class Fleet:
         self._elsewhere: frozenset[str] = frozenset()  # what this host would work on next, and others do now
         self._ended: list[tuple[DecisionKey, RequestEnd, str]] = []  # whose leases are to be given back
         self._failures = 0  # rounds in a row
+        self._keep_at = 0.0  # of the monotonic clock
         self._said = ""
         self._thread: threading.Thread | None = None
 
@@ -159,6 +162,8 @@ class Fleet:
             self._first.set()
 
     def _exchange(self, store: Store, server: FleetServer) -> None:
+        settings = self._settings
+        retention = FleetRetention(server, Bounds(settings.keep_days, settings.keep_keys, settings.keep_measurements))
         exchange: FleetExchange | None = None
         while True:
             is_last = self._closing.is_set()
@@ -166,6 +171,8 @@ class Fleet:
                 if exchange is None:
                     exchange = FleetExchange(store, server, self._device, self._versions, self._lease_seconds)
                 self.exchange_once(exchange, is_last)
+                if not is_last:
+                    self._keep(exchange, retention)
             except StoreError as error:
                 exchange = None  # what answers next may be another server
                 self._elsewhere = frozenset()
@@ -241,6 +248,15 @@ class Fleet:
         found = exchange.queue.lease(self._holder, exchange.run_id, [self._device.key], self._versions)
         with self._lock:
             self._offered = found
+
+    def _keep(self, exchange: FleetExchange, retention: FleetRetention) -> None:
+        """Now and then, say that this host is there, and ask whether the server is to forget; a piece of it if so."""
+        if time.monotonic() >= self._keep_at:
+            exchange.note_seen()
+            if retention.begin():
+                log.info("looking through the fleet's server for what nobody uses any more")
+            self._keep_at = time.monotonic() + KEEP_SECONDS
+        retention.step()
 
     def _say_down(self, error: StoreError) -> None:
         """One line for each kind of trouble, not one for each try: a server that goes away does so in several ways."""

@@ -102,6 +102,7 @@ class TuningLoop:
         requeued = self.queue.take_up()
         cache = self.settings.cache
         self._store.history.prune(cache.history_days, cache.history_bytes, cache.history_runs)
+        self._store.proposals.forget(self.settings.fleet.keep_days, self.settings.fleet.keep_keys)
         log.info("serving %s as process %d; %d requests taken up again", self._store.path, os.getpid(), requeued)
         self._heartbeat.beat("idle", at_once=True)
         self._begin_exchange()

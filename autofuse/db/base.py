@@ -164,7 +164,10 @@ def upsert(
     keys: Sequence[str],
     update: Sequence[str],
 ) -> None:
-    """Insert ``rows``; where a row with the same ``keys`` exists, replace its columns ``update``."""
+    """Insert ``rows``; where a row with the same ``keys`` exists, replace its columns ``update``.
+
+    Without ``update`` such a row stays as it is; ``keys`` may be left out then, and any unique ones count.
+    """
     values = [dict(row) for row in rows]
     if values:
         connection.execute(_upsert(connection.dialect.name, model, tuple(keys), tuple(update)), values)
@@ -181,7 +184,7 @@ def _upsert(
 
         statement = postgresql.insert(model)
     if not update:
-        return statement.on_conflict_do_nothing(index_elements=list(keys))
+        return statement.on_conflict_do_nothing(index_elements=list(keys) or None)
     return statement.on_conflict_do_update(
         index_elements=list(keys), set_={name: statement.excluded[name] for name in update}
     )

@@ -34,6 +34,7 @@ REVISIONS = (
     "0004",
     "0005",
     "0006",
+    "0007",
 )  # schemas this version reads or upgrades, oldest first, as Alembic lists them
 HEAD = REVISIONS[-1]
 SMALLEST_PAGE_BYTES = 512  # of a database of SQLite

@@ -2,13 +2,14 @@
 
 In: a store of this host and a server. Out: rows of each in the other: requests, measurements and decisions go up,
 other hosts' decisions come down as proposals.
-Guarantee: rows go up once, in pieces, each after the one before; a piece that was lost with the connection is sent
-again. Names of hosts, scripts and files stay here, and so do kernels: no host runs what another one has built. Of two
-hosts that disagree, the one that stays in eager is believed; else the first decision stands.
+Guarantee: rows go up in pieces, each after the one before; a piece that was lost with the connection is sent again,
+and counts once. Names of hosts, scripts and files stay here, and so do kernels: no host runs what another one has
+built. Of two hosts that disagree, the one that stays in eager is believed; else the first decision stands.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -20,9 +21,10 @@ from autofuse.db import models
 from autofuse.db.base import as_tuples, key_of, now, put_keys
 from autofuse.db.decision_file import MEASURED
 from autofuse.db.fleet_queue import LEASE_SECONDS, FleetQueue, without_paths
-from autofuse.db.fleet_server import FleetServer, SharedServer
+from autofuse.db.fleet_server import CLOCK, FleetServer
 from autofuse.db.proposals import Proposal
-from autofuse.db.results import TuneResults, insert_decision
+from autofuse.db.results import insert_decision, insert_measurements
+from autofuse.db.rows import StoredMeasurement
 from autofuse.db.run_log import RunLog
 from autofuse.db.store import Store
 from autofuse.ir.records import EAGER, Candidate, Decision, DecisionKey, DeviceInfo, Measurement, RunStart
@@ -47,11 +49,11 @@ class FleetExchange:
         """``device``, ``versions``: of this host's decisions. Raises FleetError."""
         self._store = store
         self._server = server
-        self._results = TuneResults(SharedServer(server))  # measurements are sent, and read by nobody's mark
         self._device = device
         self._versions = tuple(versions)
         self._name = server.check()
         self._sent: dict[str, float] = {}  # requests by digest, as of their last change: sending one twice does nothing
+        self._own_name = store.marks.own_name()
         self.queue = FleetQueue(server, lease_seconds)
         self.run_id = self._host_run()
 
@@ -71,6 +73,15 @@ class FleetExchange:
         digests = self._store.queue.largest(NEXT)
         return self.queue.held_by_others(holder, digests) if digests else frozenset()
 
+    def note_seen(self) -> None:
+        """Say that this host is still there. One that was silent for long may be forgotten; then it begins anew."""
+        table = models.Run
+        with self._server.share() as connection:
+            seen = update(table).where(table.id == self.run_id).values(finished_at=CLOCK)
+            is_known = connection.execute(seen).rowcount > 0
+        if not is_known:
+            self.run_id = self._host_run()
+
     # ---- up -------------------------------------------------------------------------------------
 
     def _push_requests(self) -> int:
@@ -82,15 +93,20 @@ class FleetExchange:
     def _push_measurements(self) -> int:
         since = self._store.marks.get(self._name, "measurements")
         rows = self._store.results.measurements_since(since, PIECE)
-        by_key: dict[DecisionKey, list[Measurement]] = {}
-        for _, row in rows:
+        by_key: dict[DecisionKey, dict[str, Measurement]] = {}
+        for row_id, row in rows:
             sent = replace(row.measurement, compile_key=None, message=without_paths(row.measurement.message))
-            by_key.setdefault(row.key, []).append(sent)
+            by_key.setdefault(row.key, {})[self._origin(row_id, row)] = sent
         for key, measurements in by_key.items():
-            self._results.put_measurements(key, measurements)
+            with self._server.append() as connection:
+                insert_measurements(connection, key, [*measurements.values()], [*measurements])
         if rows:
             self._store.marks.put(self._name, "measurements", rows[-1][0])
         return len(rows)
+
+    def _origin(self, row_id: int, row: StoredMeasurement) -> str:
+        """A name of a row of this store; the time is in it for stores that are copies of one another."""
+        return hashlib.sha256(f"{self._own_name} {row_id} {row.at!r}".encode()).hexdigest()[:32]
 
     def _push_decisions(self) -> int:
         since = self._store.marks.get(self._name, "decisions")
@@ -156,7 +172,7 @@ class FleetExchange:
 
     def _host_run(self) -> int:
         """The run on the server that stands for this store, whose counters replace its older ones."""
-        name, table = self._store.marks.own_name(), models.Run
+        name, table = self._own_name, models.Run
         with self._server.read() as connection:
             query = select(table.id).where(table.machine == name, table.mode == MODE).order_by(table.id).limit(1)
             found = connection.execute(query).scalar_one_or_none()

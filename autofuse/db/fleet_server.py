@@ -3,8 +3,8 @@
 In: `fleet.url`. Out: a `FleetServer`, on which the parts of a store work as they do on a file.
 Guarantee: connecting, a statement and a lock each have a timeout. Only a server that is halted while its machine goes
 on keeps a caller waiting, so callers have a thread of their own. Writers take turns, so ids of rows become visible in
-their order, and a reader that asks for what is newer misses none; only `share` is beside them. Whatever goes wrong is a
-`FleetError` of one line, without a password, that says what to do. Only `upgrade` changes the schema.
+their order, and a reader that asks for what is newer misses none; only `share` and `append` are beside them. Whatever
+goes wrong is a `FleetError` of one line, without a password, that says what to do. Only `upgrade` changes the schema.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ STATEMENT_SECONDS = 5.0  # for one statement, the wait for a lock included
 LOCAL = "this host goes on with its own store"
 # The server's, since clocks of hosts may differ; when a statement began: an index can serve what does not change in it.
 CLOCK = extract("epoch", func.statement_timestamp())
-_ABOUT_ITSELF = ""  # in the place of a server's name in `FleetMark`
+ABOUT_ITSELF = ""  # in the place of a server's name in `FleetMark`
 _NAME = "name"
+_APPENDING = APPLICATION_ID + 1  # the lock of those who append; APPLICATION_ID is that of writers
 _GUIDE = "docs/guides/fleet.md"
 _UPGRADE = "autofuse fleet upgrade"
 NO_ANSWER = "to answer, found"  # in the message where the server was not reached
@@ -81,6 +82,13 @@ class FleetServer:
         """A transaction beside others, which locks rows by itself."""
         return self._transaction({})
 
+    @contextlib.contextmanager
+    def append(self) -> Iterator[Connection]:
+        """A transaction beside others that adds rows whose order nobody asks for; what they name stays meanwhile."""
+        with self.share() as connection:
+            connection.execute(select(func.pg_advisory_xact_lock_shared(_APPENDING)))
+            yield connection
+
     def check(self) -> str:
         """The server's name, which is its own for good. Raises FleetError where its schema is not this version's."""
         with self.read() as connection:
@@ -88,7 +96,7 @@ class FleetServer:
             if found != HEAD:
                 raise self._schema_error(found)
             table = models.FleetMark
-            query = select(table.value).where(table.server == _ABOUT_ITSELF, table.name == _NAME)
+            query = select(table.value).where(table.server == ABOUT_ITSELF, table.name == _NAME)
             return str(connection.execute(query).scalar_one())
 
     def upgrade(self) -> bool:
@@ -108,7 +116,7 @@ class FleetServer:
                 upgrade(connection)
             else:
                 raise self._schema_error(found)
-            mark = {"server": _ABOUT_ITSELF, "name": _NAME, "value": secrets.token_hex(16)}
+            mark = {"server": ABOUT_ITSELF, "name": _NAME, "value": secrets.token_hex(16)}
             upsert(connection, models.FleetMark, [mark], ["server", "name"], [])
             return True
 
@@ -138,15 +146,9 @@ class FleetServer:
         )
 
 
-class SharedServer:
-    """The same server for writers of rows whose order nobody asks for: they take no turns, and wait for nobody's."""
-
-    readonly = False
-
-    def __init__(self, server: FleetServer) -> None:
-        self.path = server.path
-        self.read = server.read
-        self.write = server.share
+def nobody_appends(connection: Connection) -> bool:
+    """Whether no `append` is under way on the server, and none begins before this transaction ends."""
+    return bool(connection.execute(select(func.pg_try_advisory_xact_lock(_APPENDING))).scalar_one())
 
 
 def fleet_error(server: str, error: BaseException) -> FleetError:

@@ -2,7 +2,8 @@
 
 In: nothing. Out: ``Base.metadata``, which the migrations must reproduce exactly (a test compares the two).
 Guarantee: lists and mappings are stored as JSON text, times as UTC epoch seconds, microseconds where a
-name ends in ``_us``. Rows are appended or brought up to date; only details of old runs are deleted (`history`).
+name ends in ``_us``. Rows are appended or brought up to date; `history` deletes details of old runs, and on a fleet's
+server `fleet_retention` what nobody uses any more.
 
 Every key is stored as its fields beside its digest, so that a miss can say which field differed.
 """
@@ -67,7 +68,8 @@ class Run(Base):
     pid: Mapped[int]
     settings: Mapped[JsonObject]
     started_at: Mapped[float]
-    finished_at: Mapped[float | None]  # NULL while running, or when the process was killed
+    # NULL while running, or when the process was killed. Of a host on a fleet's server: when it was last heard of.
+    finished_at: Mapped[float | None]
     machine: Mapped[str] = mapped_column(server_default=text("''"))  # where ``pid`` counts; "": not known
     steps_one_in: Mapped[int] = mapped_column(server_default=text("1"))  # captured steps for which a row stands
 
@@ -226,6 +228,8 @@ class Request(Base):
             sqlite_where=text("lease_until IS NOT NULL"),
             postgresql_where=text("lease_until IS NOT NULL"),
         ),
+        Index("ix_requests_bucket_id", "bucket_id"),  # before a bucket or a host goes, a server looks for its requests
+        Index("ix_requests_run_id", "run_id"),
     )
 
     key: Mapped[str] = mapped_column(ForeignKey("decision_keys.digest"), primary_key=True)
@@ -270,6 +274,15 @@ class CandidateRow(Base):
 
 class MeasurementRow(Base):
     __tablename__ = "measurements"
+    __table_args__ = (
+        Index(
+            "ix_measurements_origin",
+            "origin",
+            unique=True,
+            sqlite_where=text("origin IS NOT NULL"),
+            postgresql_where=text("origin IS NOT NULL"),
+        ),
+    )
 
     id: Mapped[int] = mapped_column(primary_key=True)
     candidate_id: Mapped[int] = mapped_column(ForeignKey("candidates.id"), index=True)
@@ -288,13 +301,24 @@ class MeasurementRow(Base):
     measure_seconds: Mapped[float]
     message: Mapped[str]
     at: Mapped[float]
+    # On a fleet's server: a digest of the store and row it comes from, so that one that arrives twice counts once.
+    origin: Mapped[str | None]
 
 
 class DecisionRow(Base):
     """The history of decisions; the newest row of a key is valid."""
 
     __tablename__ = "decisions"
-    __table_args__ = (Index("ix_decisions_key", "key"), {"sqlite_autoincrement": True})
+    __table_args__ = (
+        Index("ix_decisions_key", "key"),
+        Index(
+            "ix_decisions_run_id",
+            "run_id",
+            sqlite_where=text("run_id IS NOT NULL"),
+            postgresql_where=text("run_id IS NOT NULL"),
+        ),
+        {"sqlite_autoincrement": True},
+    )
 
     id: Mapped[int] = mapped_column(primary_key=True)  # grows, so that readers can ask for what is new
     key: Mapped[str] = mapped_column(ForeignKey("decision_keys.digest"))
@@ -373,7 +397,7 @@ class SettingTrialRow(Base):
 
 
 class FleetMark(Base):
-    """A database's own name, and how far it has exchanged rows with a fleet's server."""
+    """A database's own name, how far it has exchanged rows with a fleet's server, and how far a server was swept."""
 
     __tablename__ = "fleet_marks"
 

@@ -8,11 +8,11 @@ raced here. What became of it stands beside it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, or_, select, update
 
 from autofuse.db import models
 from autofuse.db.base import Database, as_tuples, clean, now, put_keys, upsert
@@ -23,6 +23,7 @@ from autofuse.ir.records import Candidate, Decision, DecisionKey
 Verdict = Literal["adopted", "overridden", "refused"]
 _OF_THIS_STORE = ""
 _NAME = "name"
+PIECE = 500  # proposals that are deleted in one transaction
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,25 @@ class Proposals:
         with self._file.write() as connection:
             connection.execute(update(table).where(table.key == key.digest).values(**values))
 
+    def forget(self, days: float, most: int) -> int:
+        """Delete proposals that nothing here has asked for in so many days, and all but the newest ``most``; how many.
+
+        Verdicts stay, as decisions do. A piece is a transaction: nobody waits for long.
+        """
+        table, gone = models.ProposalRow, 0
+        newest = select(table.at).where(table.status == "open").order_by(table.at.desc()).limit(1).offset(most)
+        is_old = or_(table.at < now() - days * 86_400.0, table.at <= func.coalesce(newest.scalar_subquery(), 0.0))
+        some = select(table.key).where(table.status == "open", is_old).order_by(table.key).limit(PIECE)
+        while True:
+            with self._file.read() as connection:
+                if connection.execute(some).first() is None:
+                    return gone
+            with self._file.write() as connection:
+                keys = connection.execute(some).scalars().all()
+                connection.execute(delete(table).where(table.key.in_(keys)))
+                connection.execute(delete(models.DecisionKeyRow).where(_is_unused(keys)))
+            gone += len(keys)
+
     def verdicts(self, keys: Iterable[DecisionKey]) -> dict[str, str]:
         """The status of the proposals for some keys, by digest."""
         table = models.ProposalRow
@@ -131,6 +151,13 @@ class FleetMarks:
     def put(self, server: str, name: str, value: int) -> None:
         with self._file.write() as connection:
             _put(connection, server, {name: str(value)})
+
+
+def _is_unused(keys: Sequence[str]) -> ColumnElement[bool]:
+    """Of these keys, those that nothing names."""
+    key = models.DecisionKeyRow
+    named = (models.Request, models.CandidateRow, models.DecisionRow)
+    return key.digest.in_(keys) & and_(*(~exists().where(table.key == key.digest) for table in named))
 
 
 def _value(connection: Connection, server: str, name: str) -> str:

@@ -7,7 +7,7 @@ Guarantee: measurements and decisions are only ever appended; the newest decisio
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -46,33 +46,8 @@ class TuneResults:
 
     def put_measurements(self, key: DecisionKey, measurements: Iterable[Measurement]) -> None:
         """Append measurements of candidates for ``key``."""
-        measurements = list(measurements)
-        if not measurements:
-            return
-        table, at = models.CandidateRow, now()
         with self._file.write() as connection:
-            digest = key.digest
-            put_keys(connection, [key])
-            candidates = [
-                {"key": digest, "variant": item.candidate.variant, "config": key_text(item.candidate.config)}
-                for item in measurements
-            ]
-            # In one order: on a fleet's server two writers could wait for each other.
-            ordered = sorted(candidates, key=lambda row: (row["variant"], row["config"]))
-            upsert(connection, table, ordered, ["key", "variant", "config"], [])
-            found = connection.execute(select(table.variant, table.config, table.id).where(table.key == digest))
-            ids = {(variant, config): candidate_id for variant, config, candidate_id in found}
-            rows = [
-                {
-                    **{name: getattr(item, name) for name in _PLAIN_MEASURED},
-                    "message": clean(item.message),
-                    "symbol_values": list(item.symbol_values),
-                    "candidate_id": ids[candidate["variant"], candidate["config"]],
-                    "at": at,
-                }
-                for item, candidate in zip(measurements, candidates, strict=True)
-            ]
-            connection.execute(insert(models.MeasurementRow), rows)
+            insert_measurements(connection, key, list(measurements))
 
     def measurements(self, fusion_id: str) -> list[StoredMeasurement]:
         """All measurements of a node in all buckets, on all devices, in the order in which they were made."""
@@ -158,6 +133,40 @@ class TuneResults:
 
 
 # ---- rows -------------------------------------------------------------------------------------------
+
+
+def insert_measurements(
+    connection: Connection, key: DecisionKey, measurements: Sequence[Measurement], origins: Sequence[str] = ()
+) -> None:
+    """Append measurements of candidates for ``key``; those with an origin that is there already are left out."""
+    if not measurements:
+        return
+    table, at, digest = models.CandidateRow, now(), key.digest
+    put_keys(connection, [key])
+    candidates = [
+        {"key": digest, "variant": item.candidate.variant, "config": key_text(item.candidate.config)}
+        for item in measurements
+    ]
+    # In one order: on a fleet's server two writers could wait for each other.
+    ordered = sorted(candidates, key=lambda row: (row["variant"], row["config"]))
+    upsert(connection, table, ordered, ["key", "variant", "config"], [])
+    found = connection.execute(select(table.variant, table.config, table.id).where(table.key == digest))
+    ids = {(variant, config): candidate_id for variant, config, candidate_id in found}
+    rows = [
+        {
+            **{name: getattr(item, name) for name in _PLAIN_MEASURED},
+            "message": clean(item.message),
+            "symbol_values": list(item.symbol_values),
+            "candidate_id": ids[candidate["variant"], candidate["config"]],
+            "at": at,
+        }
+        for item, candidate in zip(measurements, candidates, strict=True)
+    ]
+    if origins:
+        rows = [{**row, "origin": origin} for row, origin in zip(rows, origins, strict=True)]
+        upsert(connection, models.MeasurementRow, rows, [], [])
+    else:
+        connection.execute(insert(models.MeasurementRow), rows)
 
 
 def insert_decision(connection: Connection, decision: Decision, run_id: int | None) -> int:

@@ -308,3 +308,19 @@ class FleetSettings(Group):
     connect_seconds: int = declare(
         2, "The server is taken to be down where it does not answer for so long.", unit="s", low=2, high=60
     )
+    keep_days: float = declare(
+        180.0,
+        "What no host has asked for, measured or decided on for so long is removed from the server, as are hosts that "
+        "were silent; from the store, proposals that nobody here asks for.",
+        unit="days",
+        low=1.0,
+    )
+    keep_keys: int = declare(
+        1_000_000,
+        "So many nodes with sizes are kept on the server, and proposals in the store; the least used go first.",
+        unit="keys",
+        low=1,
+    )
+    keep_measurements: int = declare(
+        100, "So many measurements of a node with sizes are kept on the server, the newest.", unit="rows", low=1
+    )

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from sqlalchemy import Connection
 from store_records import DEVICE, VERSIONS, decision, kernel, key, measurement, request, start, use
 
 from autofuse.db import fleet_exchange, models
 from autofuse.db.fleet_exchange import FleetExchange
 from autofuse.db.fleet_server import FleetServer
 from autofuse.db.results import TuneResults
+from autofuse.db.rows import StoredMeasurement
 from autofuse.db.store import Store
 from autofuse.errors import FleetError
 from autofuse.ir.records import EAGER, Candidate, Decision, Event
@@ -278,3 +282,65 @@ def test_measurements_wait_for_no_other_writer(fleet: Fleet) -> None:
         assert fleet.one.exchange._push_measurements() == 3
     found = TuneResults(fleet.server).measurements("a" * 64)
     assert [dict(row.measurement.candidate.config)["unroll"] for row in found] == [4, 2, 8]
+
+
+# ---- what arrives twice --------------------------------------------------------------------------
+
+
+def stored(fleet: Fleet) -> list[str]:
+    return [
+        str(dict(row.measurement.candidate.config)["unroll"])
+        for row in TuneResults(fleet.server).measurements("a" * 64)
+    ]
+
+
+def test_measurements_whose_answer_was_lost_count_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has stored them, and the host does not know."""
+    one = fleet.one
+    one.store.results.put_measurements(key(), [measurement(unroll=4), measurement(unroll=8)])
+    append = one.server.append
+
+    @contextlib.contextmanager
+    def lose() -> Iterator[Connection]:
+        with append() as connection:
+            yield connection
+        raise FleetError("no answer")
+
+    with monkeypatch.context() as cut:
+        cut.setattr(one.server, "append", lose)
+        with pytest.raises(FleetError, match="no answer"):
+            one.exchange.push()
+    assert stored(fleet) == ["4", "8"]
+    one.store.results.put_measurements(key(), [measurement(unroll=2)])
+    push_all(one)
+    assert stored(fleet) == ["4", "8", "2"]
+
+
+def test_two_daemons_of_a_store_send_the_same_measurements_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for CPUs and for GPUs, say; both have read how far the store's rows have gone."""
+    one = fleet.one
+    one.store.results.put_measurements(key(), [measurement(unroll=n) for n in (4, 8)])
+    other = FleetExchange(one.store, fleet.two.server, DEVICE, [VERSIONS])
+    since, both = one.store.results.measurements_since, threading.Barrier(2)
+
+    def read(since_id: int, most: int) -> list[tuple[int, StoredMeasurement]]:
+        found = since(since_id, most)
+        both.wait()
+        return found
+
+    monkeypatch.setattr(one.store.results, "measurements_since", read)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(FleetExchange._push_measurements, [one.exchange, other])) == [2, 2]
+    assert stored(fleet) == ["4", "8"]
+
+
+def test_copies_of_a_store_send_what_each_has_measured(fleet: Fleet, tmp_path: Path) -> None:
+    """Of a container's image, say: their names are one, and so are the numbers of their rows."""
+    fleet.one.store.marks.own_name()
+    fleet.one.store.close()
+    shutil.copy(tmp_path / "one.db", tmp_path / "copy.db")
+    for name, unroll in (("one", 4), ("copy", 8)):
+        with Store.open(tmp_path / f"{name}.db") as store:
+            store.results.put_measurements(key(), [measurement(unroll=unroll)])
+            FleetExchange(store, fleet.two.server, DEVICE, [VERSIONS]).push()
+    assert stored(fleet) == ["4", "8"]
