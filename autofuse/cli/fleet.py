@@ -46,14 +46,17 @@ def command() -> None:
 def status(store: Path | None, profile: str | None, assignments: tuple[str, ...]) -> None:
     """Tell whether the server answers, what it holds, and what became of proposals in this host's store."""
     from autofuse.db.fleet_queue import FleetQueue, counts
+    from autofuse.db.fleet_retention import last_sweep_seconds
 
     settings = load_settings(assignments, store=store, profile=profile)
     with _server(settings) as server:
         server.check()
-        found, queue = counts(server), FleetQueue(server).length()
+        found, queue, swept = counts(server), FleetQueue(server).length(), last_sweep_seconds(server)
     click.echo(f"{server.path} answers.")
     click.echo(f"{found.hosts} hosts, {found.decisions} decisions, {found.measurements} measurements")
     click.echo(f"requests: {queue.queued} wait, {queue.running} in work, {queue.done} done, {queue.failed} failed")
+    when = "never: no daemon's role may delete rows" if swept is None else f"{swept / 3600:.1f} h ago"
+    click.echo(f"looked through for what nobody uses: {when}")
     if settings.run.store.exists():
         with open_store(settings) as opened:
             made = opened.proposals.counts()

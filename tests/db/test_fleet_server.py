@@ -16,6 +16,7 @@ from store_records import decision, key, request
 from autofuse.cli.app import parse
 from autofuse.db.connection import HEAD
 from autofuse.db.fleet_queue import FleetQueue
+from autofuse.db.fleet_retention import Bounds, FleetRetention
 from autofuse.db.fleet_server import FleetServer
 from autofuse.db.proposals import Proposal
 from autofuse.db.store import Store
@@ -135,6 +136,7 @@ def test_upgrade_and_status_from_the_command_line(
     assert capfd.readouterr().out.count(f"{OWNER}:***@") == 2
     with contextlib.closing(FleetServer(url)) as server:
         FleetQueue(server).add([request()])
+        retention = FleetRetention(server, Bounds(30.0, 10, 10))
     monkeypatch.setenv("AUTOFUSE_STORE", str(tmp_path / "store.db"))
     with Store.open(tmp_path / "store.db") as store:
         store.proposals.put({key(name * 64): Proposal.of(decision(name * 64)) for name in "abc"})
@@ -143,7 +145,10 @@ def test_upgrade_and_status_from_the_command_line(
     assert parse(["fleet", "status"]) == 0
     told = capfd.readouterr().out
     assert "requests: 1 wait, 0 in work, 0 done, 0 failed" in told
+    assert "looked through for what nobody uses: never: no daemon's role may delete rows" in told
     assert "proposals here: 0 adopted, 1 overridden, 0 refused, 2 not asked for yet" in told
+    assert retention.begin() and parse(["fleet", "status"]) == 0
+    assert "looked through for what nobody uses: 0.0 h ago" in capfd.readouterr().out
     assert parse(["config", "fleet"]) == 0 and parse(["config", "--json"]) == 0 and parse(["config"]) == 0
     assert PASSWORD not in capfd.readouterr().out
     monkeypatch.setenv("AUTOFUSE_FLEET_URL", "")

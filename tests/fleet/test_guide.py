@@ -11,6 +11,7 @@ import pytest
 
 from autofuse.codegen.version import versions
 from autofuse.db.fleet_exchange import FleetExchange
+from autofuse.db.fleet_retention import Bounds, FleetRetention
 from autofuse.db.fleet_server import FleetServer
 from autofuse.db.store import Store
 from autofuse.errors import FleetError
@@ -29,14 +30,14 @@ def statements(block: str) -> list[str]:
 @pytest.fixture(scope="session")  # as the server: a worker may come back to this module
 def url(postgres: Postgres) -> str:
     """The fleet's database as a host sees it, set up as the guide says."""
-    make, rights, *_ = re.findall(r"```sql\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    make, rights, forget, *_ = re.findall(r"```sql\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     postgres.sql(*statements(make))
     for role in ("fleet_owner", "fleet_host"):
         postgres.sql(f"ALTER ROLE {role} PASSWORD '{PASSWORD}'")
     with contextlib.closing(FleetServer(postgres.url("fleet", user="fleet_owner"))) as server:
         assert server.upgrade()
         with server.write() as connection:
-            for statement in statements(rights):
+            for statement in statements(rights) + statements(forget):
                 connection.exec_driver_sql(statement)
     return postgres.url("fleet", user="fleet_host")
 
@@ -63,17 +64,34 @@ def test_the_rights_are_enough(url: str, tmp_path: Path) -> None:
         Store.open(tmp_path / "other.db") as store,
         contextlib.closing(FleetServer(url)) as server,
     ):
-        assert FleetExchange(store, server, cpu_device(), [versions()]).pull() == 1
+        other = FleetExchange(store, server, cpu_device(), [versions()])
+        assert other.pull() == 1
+        other.note_seen()
+        retention = FleetRetention(server, Bounds(days=30.0, keys=1, measurements=1))
+        assert retention.begin() and retention.step() == 1
+
+
+def test_a_role_that_may_not_delete_does_all_the_rest(url: str, postgres: Postgres, tmp_path: Path) -> None:
+    forget = re.findall(r"```sql\n(.*?)```", GUIDE.read_text(), re.DOTALL)[2]
+    again = statements(forget)
+    withdrawn = [re.sub("^GRANT", "REVOKE", statement).replace(" TO ", " FROM ") for statement in again]
+    postgres.sql(*withdrawn, database="fleet")
+    with contextlib.closing(FleetServer(url)) as server, Store.open(tmp_path / "store.db") as store:
+        FleetExchange(store, server, cpu_device(), [versions()]).note_seen()
+        retention = FleetRetention(server, Bounds(days=30.0, keys=1, measurements=1))
+        assert not retention.begin() and retention.step() == 0
+    postgres.sql(*again, database="fleet")
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "DELETE FROM decisions",
+        "DELETE FROM alembic_version",
+        "DELETE FROM fleet_marks",
+        "UPDATE runs SET machine = ''",
         "UPDATE decisions SET variant = 'eager'",
         "UPDATE measurements SET speedup = 9",
         "UPDATE alembic_version SET version_num = '0999'",
-        "UPDATE fleet_marks SET value = 'another'",
         "INSERT INTO kernels DEFAULT VALUES",
         "TRUNCATE requests",
         "CREATE TABLE mine (id int)",
