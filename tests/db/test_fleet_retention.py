@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +67,7 @@ class Fleet:
 
     def sweep(self, bounds: Bounds = WIDE) -> int:
         """A whole sweep; how many keys went."""
-        self.sql("DELETE FROM fleet_marks WHERE name LIKE 'swept%'")
+        self.sql("DELETE FROM fleet_marks WHERE starts_with(name, 'swept')")
         retention, gone = FleetRetention(self.server, bounds), 0
         assert retention.begin()
         while retention._swept_to is not None:
@@ -232,3 +234,46 @@ def test_of_a_stores_proposals_those_go_that_nobody_asks_for(tmp_path: Path, mon
         with store.file.write() as connection:
             connection.exec_driver_sql(f"UPDATE proposals SET at = at - {(DAYS + 1) * DAY_SECONDS}")
         assert store.proposals.forget(DAYS, 100) == 2 and store.proposals.counts() == {"adopted": 1}
+
+
+def test_hosts_go_on_while_what_they_use_is_forgotten(postgres: Postgres, tmp_path: Path) -> None:
+    """All that one asks for may go at any moment, and nobody sees an error."""
+    url = postgres.url(postgres.new_database())
+    is_over = threading.Event()
+
+    def live(name: str) -> int:
+        with Store.open(tmp_path / f"{name}.db") as store, contextlib.closing(FleetServer(url)) as server:
+            exchange, taken = FleetExchange(store, server, DEVICE, [VERSIONS]), 0
+            for number in range(8):
+                of = f"{number % 4:064d}"
+                store.queue.add([request(of, calls=number + 1)], force=True)
+                store.results.put_measurements(key(of), [measurement(unroll=number)])
+                store.results.put_decision(decision(of))
+                while exchange.push():
+                    pass
+                found = exchange.queue.lease(name, exchange.run_id, [DEVICE.key], [VERSIONS])
+                if found is not None:
+                    taken += exchange.queue.give_back(name, found.key, "requeued")
+                exchange.pull()
+        return taken
+
+    def forget() -> int:
+        gone = 0
+        with contextlib.closing(FleetServer(url)) as server:
+            while not is_over.is_set():
+                with server.share() as connection:
+                    connection.exec_driver_sql("DELETE FROM fleet_marks WHERE starts_with(name, 'swept')")
+                retention = FleetRetention(server, replace(WIDE, keys=1, measurements=1))
+                retention.begin()
+                gone += retention.step()
+        return gone
+
+    with ThreadPoolExecutor(3) as pool:
+        forgotten = pool.submit(forget)
+        try:
+            lives = [pool.submit(live, name) for name in ("one", "two")]
+            for found in lives:
+                found.result()
+        finally:
+            is_over.set()
+        assert forgotten.result() > 4, "most keys several times"
