@@ -71,6 +71,7 @@ WITHOUT_TORCH = (
         "daemon/tuning_results.py",
         "daemon/process_id.py",
         "daemon/fleet.py",
+        "daemon/gpus.py",
         "report/",
         "db/",
         "settings/",

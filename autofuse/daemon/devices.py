@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import IO
 
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.triton.key import find_triton
+from autofuse.daemon.gpus import Gpus
 from autofuse.daemon.open_runs import OpenRuns
 from autofuse.daemon.scheduler import Scheduler
 from autofuse.daemon.visible_devices import as_seen_by
@@ -50,6 +52,7 @@ class Devices:
         self._worker_log = worker_log
         self._providers: dict[str, BenchmarkProvider] = {}
         self._triton: CompilerPool | None = None
+        self._gpus = Gpus()
         self._not_ready: dict[str, tuple[float, str]] = {}  # by device: until when (monotonic), and why
 
     def provider(self, device: str) -> BenchmarkProvider:
@@ -85,6 +88,26 @@ class Devices:
         tuner = self._settings.tuner
         return tuner.gpu_memory_bytes if device.startswith("cuda:") else tuner.memory_bytes
 
+    def lent(self, is_asked_for: Callable[[str], bool]) -> list[str]:
+        """Keys of the devices here that requests of other hosts may use now. Called by the fleet's thread.
+
+        ``is_asked_for``: whether a request for a device waits; before that nobody looks whether a GPU is free.
+        """
+        lent = [self.cpu]
+        if (self._gpus.is_known or not self._gpu_workers()) and any(map(is_asked_for, self._gpus.models())):
+            lent += self._gpus.free()
+        return [key for key in lent if time.monotonic() >= self._not_ready.get(key, (0.0, ""))[0]]
+
+    def leave_gpus(self) -> None:
+        """End workers on GPUs that have been lent for long: only without them it is seen whether others came."""
+        if not self._gpus.is_known:
+            for worker in self._gpu_workers():
+                worker.kill()
+
+    def _gpu_workers(self) -> list[WorkerProcess]:
+        workers = [made.worker for device, made in list(self._providers.items()) if device.startswith("cuda:")]
+        return [worker for worker in workers if worker.pid is not None]
+
     def check_ready(self, device: str) -> None:
         """Raises NotReady for a device that could not be used within the last NOT_READY_SECONDS."""
         until, problem = self._not_ready.get(device, (0.0, ""))
@@ -95,6 +118,11 @@ class Devices:
     def note_not_ready(self, device: str, problem: str) -> None:
         """Refuse a device that could not be used for the next NOT_READY_SECONDS."""
         self._not_ready.setdefault(device, (time.monotonic() + NOT_READY_SECONDS, problem))
+
+    def close(self) -> None:
+        """End all processes of ours."""
+        self.kill_workers()
+        self._gpus.close()
 
     def kill_workers(self) -> None:
         """End all workers and Triton's compilers, to free their memory; they start again when needed."""

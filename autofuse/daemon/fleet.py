@@ -15,7 +15,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from autofuse.db.fleet_exchange import FleetExchange
@@ -38,6 +38,10 @@ KEEP_SECONDS = 3600.0  # between two looks whether the server holds what nobody 
 CLOSE_SECONDS = 3.0  # for the last results, when a daemon ends
 
 
+# Keys of devices that may be used for other hosts now, given whether a request for one of them waits.
+Lent = Callable[[Callable[[str], bool]], Sequence[str]]
+
+
 def retry_seconds(poll_seconds: float, failures: int) -> float:
     """The pause after so many failures in a row; another one for each host: a server may have failed all at once."""
     longest = min(poll_seconds * 2.0**failures, LONGEST_PAUSE_SECONDS)
@@ -54,13 +58,16 @@ class Fleet:
         device: DeviceInfo,
         versions: Collection[str],
         lease_seconds: float = LEASE_SECONDS,
+        lent: Lent | None = None,
     ) -> None:
-        """``device``, ``versions``: of requests that this daemon can tune."""
+        """``device``: this host's CPU; ``versions``: of requests that this daemon can tune; ``lent``: the devices here
+        for which it takes requests of other hosts, where not the CPU alone."""
         self._settings = settings
         self._store = store
         self._device = device
         self._versions = tuple(versions)
         self._lease_seconds = lease_seconds
+        self._lent = lent or (lambda _: [device.key])
         self._holder = secrets.token_hex(8)  # of this daemon's leases
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -245,7 +252,8 @@ class Fleet:
         with self._lock:
             if not self._wants_work or self._held is not None or self._offered is not None:
                 return
-        found = exchange.queue.lease(self._holder, exchange.run_id, [self._device.key], self._versions)
+        lent = self._lent(lambda device: exchange.queue.is_asked_for(device, self._versions))
+        found = exchange.queue.lease(self._holder, exchange.run_id, lent, self._versions)
         with self._lock:
             self._offered = found
 

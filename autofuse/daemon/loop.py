@@ -90,7 +90,9 @@ class TuningLoop:
         self._expectations = Expectations(self._store.results)
         self.queue = RequestQueue(settings, self._store, self._scheduler, self._devices.keys, self._preference)
         self._tuner = RequestTuner(settings.tuner, self._devices, self._scheduler, self.results)
-        self._fleet = Fleet(settings.fleet, settings.run.store, cpu_device(), self.queue.versions)
+        self._fleet = Fleet(
+            settings.fleet, settings.run.store, cpu_device(), self.queue.versions, lent=self._devices.lent
+        )
         days, kind = settings.tuner.recheck_days, DaemonFiles(settings).kind
         self._rechecks = Rechecks(self._store, days, self._devices.keys, self.queue.versions, kind)
         self._heartbeat = Heartbeat(self._store.daemon, self.queue, lambda: self._fleet.state)
@@ -147,6 +149,7 @@ class TuningLoop:
         self._devices.kill_workers()
         self._scheduler.end()
         self._fleet.close()
+        self._devices.close()
         try:
             self.queue.unpark()
             self._heartbeat.beat("stopped", at_once=True)
@@ -200,9 +203,16 @@ class TuningLoop:
         if self.results.last_decision(request.key, request.bucket) is not None:
             self._fleet.give_back(request.key, "done")
             return
+
+        def finish(key: DecisionKey, status: RequestEnd, message: str) -> None:
+            if message.startswith(NOT_READY):  # this host's fault: another one may be able to do it
+                status, message = "requeued", ""
+            self._fleet.give_back(key, status, message)
+
         try:
-            self._work(replace(request, run_id=None), self._fleet.give_back, self._tuner.tune)
+            self._work(replace(request, run_id=None), finish, self._tuner.tune)
         finally:
+            self._devices.leave_gpus()
             self._scheduler.end()
 
     def race_again(self, old: OldDecision) -> None:

@@ -45,6 +45,11 @@ class FleetQueue(TuneQueue):
             best = max(waiting, key=lambda row: (row.expected_saving_us, row.calls))
             return taken(connection, best.key, {"pid": run_id, "host": holder, "lease_until": CLOCK + self._seconds})
 
+    def is_asked_for(self, device: str, versions: Collection[str]) -> bool:
+        """Whether a request for a device and one of these versions waits."""
+        with self._server.read() as connection:
+            return any(connection.execute(_waiting(device, one)).first() is not None for one in versions)
+
     def reserve(self, holder: str, run_id: int, key: DecisionKey) -> bool:
         """Lease this request, which a host works on for itself; False where another daemon has it, or it is done."""
         table = models.Request
@@ -107,13 +112,16 @@ def largest_waiting(device: str, versions: str) -> Any:
 
     One kind at a time, and in the index's own order: also where the server has no statistics yet, it reads one row.
     """
+    return _waiting(device, versions).with_for_update(skip_locked=True)
+
+
+def _waiting(device: str, versions: str) -> Any:
     table = models.Request
     return (
         select(table.key, table.expected_saving_us, table.calls)
         .where(table.status == "queued", table.device == device, table.versions == versions)
         .order_by(table.expected_saving_us.desc(), table.calls.desc())
         .limit(1)
-        .with_for_update(skip_locked=True)
     )
 
 

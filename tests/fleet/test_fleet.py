@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 import tests.postgres
 from autofuse.codegen.version import versions
 from autofuse.daemon import fleet as fleet_module
-from autofuse.daemon.fleet import CLOSE_SECONDS, FIRST_SECONDS, LONGEST_PAUSE_SECONDS, Fleet, retry_seconds
+from autofuse.daemon.fleet import CLOSE_SECONDS, FIRST_SECONDS, LONGEST_PAUSE_SECONDS, Fleet, Lent, retry_seconds
 from autofuse.db.fleet_exchange import FleetExchange
 from autofuse.db.fleet_queue import FleetQueue
 from autofuse.db.fleet_server import FleetServer
@@ -34,10 +36,10 @@ Make = Callable[..., Fleet]
 def fleet(tmp_path: Path) -> Iterator[Make]:
     made: list[Fleet] = []
 
-    def make(url: str, name: str = "one", lease_seconds: float = 60.0) -> Fleet:
+    def make(url: str, name: str = "one", lease_seconds: float = 60.0, lent: Lent | None = None) -> Fleet:
         Store.open(tmp_path / f"{name}.db").close()
         settings = FleetSettings(url=url, poll_seconds=0.05)
-        made.append(Fleet(settings, tmp_path / f"{name}.db", cpu_device(), [versions()], lease_seconds))
+        made.append(Fleet(settings, tmp_path / f"{name}.db", cpu_device(), [versions()], lease_seconds, lent))
         made[-1].start()
         return made[-1]
 
@@ -128,6 +130,41 @@ def test_a_request_is_borrowed_by_an_idle_loop_alone(fleet: Make, postgres: Post
         one.give_back(asked.key, "done")
         wait_until(lambda: queue.length().done == 1)
     server.close()
+
+
+def test_a_gpus_request_goes_to_an_idle_host_that_has_one(fleet: Make, postgres: Postgres, tmp_path: Path) -> None:
+    """With a model of GPU that nobody sells: leases are all that it is used for here."""
+    url = postgres.url(postgres.new_database())
+    made = request(chain_form(), (700,))
+    asked = replace(made, key=replace(made.key, device="cuda:Fake:132:sm_90:80GiB"))
+    rounds: list[bool] = []  # of the host without one: whether it sees that somebody asks for the GPU that it has
+
+    def other_gpu(is_asked_for: Callable[[str], bool]) -> list[str]:
+        rounds.append(is_asked_for("cuda:Other:108:sm_80:40GiB"))
+        return [cpu_device().key, "cuda:Other:108:sm_80:40GiB"]
+
+    def its_gpu(is_asked_for: Callable[[str], bool]) -> list[str]:
+        return [cpu_device().key, *([asked.key.device] if is_asked_for(asked.key.device) else [])]
+
+    with (
+        contextlib.closing(FleetServer(url)) as server,
+        Store.open(tmp_path / "asking.db") as store,
+    ):
+        exchange = FleetExchange(store, server, cpu_device(), [versions()])
+        store.queue.add([asked])
+        exchange.push()
+        without, cpu_alone = fleet(url, lent=other_gpu), fleet(url, name="two")
+        while len(rounds) < 5:
+            assert without.borrow() is None and cpu_alone.borrow() is None
+            time.sleep(0.01)
+        assert not any(rounds) and exchange.queue.length() == QueueStatus(queued=1)
+        having, found = fleet(url, name="three", lent=its_gpu), None
+        while found is None:
+            found = having.borrow()
+        assert found.key == asked.key and found.node == asked.node
+        assert without.borrow() is None and cpu_alone.borrow() is None
+        having.give_back(asked.key, "done")
+        wait_until(lambda: exchange.queue.length() == QueueStatus(done=1))
 
 
 def test_own_work_goes_first(fleet: Make, postgres: Postgres, tmp_path: Path) -> None:

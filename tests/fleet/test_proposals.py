@@ -12,12 +12,14 @@ import pytest
 from autofuse.daemon.loop import TuningLoop
 from autofuse.db.proposals import Proposal
 from autofuse.db.store import Store
+from autofuse.errors import CompilerNotReady
 from autofuse.ir.records import EAGER, Bucket, Candidate, Decision, TuneRequest, make_config
 from autofuse.optim.form import StepForm
 from autofuse.tuner.benchmark_provider import Built, NodeBenchmarks
 from autofuse.tuner.cases import CheckCase
+from autofuse.tuner.outcome import Outcome
 from autofuse.tuner.strategy_provider import STRATEGY
-from autofuse.tuner.worker_process import CandidateProblem
+from autofuse.tuner.worker_process import CandidateProblem, NotReady
 from tests.tuner.loops import count_searches, quick_loop, slow_candidates
 from tests.tuner.nodes import chain_form, request
 
@@ -181,6 +183,25 @@ def test_a_request_of_another_host_is_tuned_and_counts_for_no_run_here(loop: Tun
     loop.help(asked)
     assert loop._fleet._ended.pop() == (asked.key, "done", "")
     assert len([d for d in store.results.history() if d.decision.key == asked.key]) == 1, "known already"
+
+
+@pytest.mark.parametrize("problem", [NotReady("no GPU"), CompilerNotReady("no gcc"), OSError("no room")])
+def test_what_this_host_cannot_do_just_now_is_left_to_others(
+    loop: TuningLoop, problem: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper whose compiler is missing must not fail the requests of the whole fleet one after the other."""
+    asked = ask(13)
+
+    def fail(request: TuneRequest) -> Outcome:
+        raise problem
+
+    with monkeypatch.context() as broken:
+        broken.setattr(loop._tuner, "tune", fail)
+        broken.setattr(loop._devices, "_not_ready", {})
+        loop.help(asked)
+        assert loop._fleet._ended.pop() == (asked.key, "requeued", "")
+        assert loop._devices.lent(lambda key: False) == [], "and it takes no other one for a while"
+    assert loop._devices.lent(lambda key: False) == [loop._devices.cpu]
 
 
 def test_a_strategy_that_is_not_there_is_refused(work: Work, store: Store, searches: list[int]) -> None:

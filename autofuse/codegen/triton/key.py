@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from autofuse.codegen.triton.artifact import MAGIC, Artifact
 from autofuse.codegen.triton.source import Assumptions, TritonSource
 from autofuse.codegen.triton.targets import parse_target, total_resources
-from autofuse.errors import CompilerError
+from autofuse.errors import CompilerNotReady
 from autofuse.ir.records import CompileKey, KernelRecord
 
 PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")  # that install a module ``triton``
@@ -57,16 +57,16 @@ class TritonVersion:
 
 
 def find_triton() -> TritonVersion:
-    """The Triton that is installed, without importing it. Raises CompilerError where it is missing or too old."""
+    """The Triton that is installed, without importing it. Raises CompilerNotReady where it is missing or too old."""
     found = installed_triton()
     if found is None:
-        raise CompilerError(
+        raise CompilerNotReady(
             f"expected Triton {OLDEST[0]}.{OLDEST[1]} or newer, found none; "
             "install it with: pip install 'triton>=3.6,<3.10'"
         )
     number = re.match(r"(\d+)\.(\d+)", found.version)
     if number is None or (int(number[1]), int(number[2])) < OLDEST:
-        raise CompilerError(
+        raise CompilerNotReady(
             f"expected Triton {OLDEST[0]}.{OLDEST[1]} or newer, found {found.package} {found.version}; "
             "install one with: pip install 'triton>=3.6,<3.10'"
         )
@@ -103,7 +103,7 @@ def in_order(assumptions: Sequence[Assumptions]) -> tuple[Assumptions, ...]:
 
 
 def compile_key(source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> CompileKey:
-    """Exactly what determines the artifact. Raises CompilerError without a usable Triton."""
+    """Exactly what determines the artifact. Raises CompilerNotReady without a usable Triton."""
     triton = find_triton()
     flags = {
         "artifact": MAGIC.decode().strip(),
