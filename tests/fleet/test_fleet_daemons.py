@@ -24,10 +24,11 @@ from autofuse.db.store import Store
 from autofuse.detached import python_module
 from autofuse.errors import DaemonError
 from autofuse.ir.device import cpu_device
-from autofuse.ir.records import Candidate, Decision, TuneRequest
+from autofuse.ir.records import Candidate, Decision, DecisionKey, TuneRequest
 from autofuse.settings.layers import Settings, load
+from autofuse.tuner.strategy_provider import STRATEGY
 from tests.postgres import PASSWORD, Postgres, running_postgres
-from tests.tuner.nodes import chain_form, request
+from tests.tuner.nodes import chain_form, group_form, request
 
 FORM = chain_form()
 PATIENCE_SECONDS = 60.0
@@ -76,6 +77,16 @@ class Host:
         with Store.open(self.settings.run.store, readonly=True) as store:
             found = [d.decision for d in store.results.history(asked.key.fusion_id) if d.decision.key == asked.key]
         return found[-1] if found else None
+
+    def decided(self) -> dict[DecisionKey, Decision]:
+        """All decisions, those on parts of groups too."""
+        with Store.open(self.settings.run.store, readonly=True) as store:
+            return {decision.key: decision for _, decision in store.results.decisions()}
+
+    def measured(self) -> int:
+        """How many measurements there are of all nodes and parts."""
+        with Store.open(self.settings.run.store, readonly=True) as store:
+            return len(store.results.measurements_since(0, 10_000))
 
     def tried(self, asked: TuneRequest) -> int:
         """How many candidates were measured for a request."""
@@ -134,17 +145,18 @@ def count(url: str, table: str) -> int:
 
 
 def test_what_one_host_has_tuned_another_takes_over_without_a_search(hosts: Make, postgres: Postgres) -> None:
-    """Both daemons have networks and stores of their own; all that they share is the server."""
+    """Both daemons have networks and stores of their own; all that they share is the server. Two chains and a group."""
     name = postgres.new_database()
     url = postgres.socket_url(name)
-    asked = [request(chain_form(length), (700,), calls=1) for length in (4, 6, 8)]
+    group = request(group_form(), (700,), calls=1)
+    asked = [*(request(chain_form(length), (700,), calls=1) for length in (4, 6)), group]
     first, second = (hosts(url, **{"tuner.trials": 4, "tuner.job_seconds": 60.0}) for _ in range(2))
     for host in (first, second):
         host.ask(*asked)
         host.serve(prefix=apart())
         wait_until(lambda host=host: all(map(host.decision, asked)))
         if host is first:
-            wait_until(lambda: count(url, "decisions") == 3)
+            wait_until(lambda: count(url, "decisions") == len(first.decided()) > len(asked))
             first.stop()
     for one in asked:
         theirs, ours = first.decision(one), second.decision(one)
@@ -159,8 +171,14 @@ def test_what_one_host_has_tuned_another_takes_over_without_a_search(hosts: Make
             with Store.open(second.settings.run.store) as store:
                 kernel = store.kernels.get(ours.compile_key or "")
             assert kernel is not None, "of its own, under its own seal"
-    wait_until(lambda: count(url, "measurements") == sum(first.tried(one) + second.tried(one) for one in asked))
-    assert count(url, "decisions") == 3, "who takes over adds measurements only"
+    theirs, ours = first.decision(group), second.decision(group)
+    assert theirs is not None and ours is not None and theirs.candidate.variant == STRATEGY, "it wins by far"
+    if ours.reason == "won":
+        assert ours.candidate == theirs.candidate and set(second.decided()) <= set(first.decided())
+        of_parts = [key for key in second.decided() if key not in {one.key for one in asked}]
+        assert of_parts and all("another host" in second.decided()[key].detail for key in of_parts)
+    wait_until(lambda: count(url, "measurements") == first.measured() + second.measured())
+    assert count(url, "decisions") == len(first.decided()), "who takes over adds measurements only"
     for number, host in enumerate((first, second), 1):  # for those who look: pytest -s
         made = [found for one in asked if (found := host.decision(one)) is not None]
         tried, seconds = [host.tried(one) for one in asked], [round(found.tuning_seconds, 2) for found in made]

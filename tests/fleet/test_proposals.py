@@ -15,13 +15,15 @@ from autofuse.db.store import Store
 from autofuse.errors import CompilerNotReady
 from autofuse.ir.records import EAGER, Bucket, Candidate, Decision, TuneRequest, make_config
 from autofuse.optim.form import StepForm
+from autofuse.strategies.bundle import is_bundle
+from autofuse.strategies.enumeration import PARTS
 from autofuse.tuner.benchmark_provider import Built, NodeBenchmarks
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.outcome import Outcome
-from autofuse.tuner.strategy_provider import STRATEGY
+from autofuse.tuner.strategy_provider import STRATEGY, StrategyBenchmarks
 from autofuse.tuner.worker_process import CandidateProblem, NotReady
 from tests.tuner.loops import count_searches, quick_loop, slow_candidates
-from tests.tuner.nodes import chain_form, request
+from tests.tuner.nodes import chain_form, group_form, request
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +185,37 @@ def test_a_request_of_another_host_is_tuned_and_counts_for_no_run_here(loop: Tun
     loop.help(asked)
     assert loop._fleet._ended.pop() == (asked.key, "done", "")
     assert len([d for d in store.results.history() if d.decision.key == asked.key]) == 1, "known already"
+
+
+def by_parts(asked: TuneRequest) -> Decision:
+    """Another host has found that a group is best run by aten's product and one kernel."""
+    return proposal(asked, Candidate(STRATEGY, ((STRATEGY, PARTS),)))
+
+
+def test_a_strategy_that_wins_here_too_is_adopted_alone(work: Work, store: Store) -> None:
+    asked = request(group_form(6), (700,), calls=1)
+    found = work(asked, by_parts(asked))
+    assert found.candidate == by_parts(asked).candidate and found.reason == "won" and found.trials == 1
+    assert found.detail.startswith("as another host of the fleet found, where it gained 2.00x; ")
+    assert store.proposals.verdicts([asked.key])[asked.key.digest] == "adopted"
+    kernel = store.kernels.get(found.compile_key or "")
+    assert kernel is not None and is_bundle(kernel.binary), "its part was tuned and compiled here"
+
+
+def test_a_strategy_that_loses_here_is_overridden(work: Work, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = StrategyBenchmarks.race
+
+    def slowed(self: StrategyBenchmarks, *arguments: Any) -> Any:
+        result = race(self, *arguments)
+        return replace(result, samples=[result.samples[0], *([99.0 * s for s in own] for own in result.samples[1:])])
+
+    monkeypatch.setattr(StrategyBenchmarks, "race", slowed)  # of groups alone: its part wins
+    asked = request(group_form(4), (700,), calls=1)
+    found = work(asked, by_parts(asked))
+    assert found.candidate.variant == EAGER and found.reason == "no_gain"
+    assert store.proposals.verdicts([asked.key])[asked.key.digest] == "overridden"
+    tried = {row.measurement.candidate for row in store.results.measurements(asked.key.fusion_id)}
+    assert tried == {by_parts(asked).candidate}, "and no other strategy"
 
 
 @pytest.mark.parametrize("problem", [NotReady("no GPU"), CompilerNotReady("no gcc"), OSError("no room")])

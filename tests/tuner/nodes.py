@@ -29,6 +29,17 @@ def chain_form(length: int = 8, width: int = 512) -> NodeForm:
     return NodeForm((NodeInput("i0", full), NodeInput("i1", full)), tuple(operations), (ValueRef(last),), ("s0",))
 
 
+def group_form(length: int = 8) -> NodeForm:
+    """A product with a long element-wise chain after it: whichever strategy fuses the chain wins by far."""
+    full = spec("s0", 512)
+    operations = [Operation("v0", "aten.mm.default", (ValueRef("i0"), ValueRef("i1")), (), (full,))]
+    for number in range(1, length + 1):
+        target = ("aten.mul.Tensor", "aten.add.Tensor")[number % 2]
+        operations.append(Operation(f"v{number}", target, (ValueRef(f"v{number - 1}"), ValueRef("i2")), (), (full,)))
+    inputs = (NodeInput("i0", spec("s0", 16)), NodeInput("i1", spec(16, 512)), NodeInput("i2", full))
+    return NodeForm(inputs, tuple(operations), (ValueRef(f"v{length}"),), ("s0",))
+
+
 def matmul_form() -> NodeForm:
     """A node without a loop form, of a dtype that no vendor but aten has a product for."""
     square = spec("s0", "s0", dtype="float64")
