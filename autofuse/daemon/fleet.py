@@ -2,10 +2,10 @@
 
 In: `fleet.url`; what the loop tells: that it is idle, that results were stored. Out: proposals in the local store;
 requests of other hosts, leased, for a loop without work of its own.
-Guarantee: no job and no script waits for the server. Only a daemon that has just begun waits for its first answer: a
-server that is down is known at once, one that keeps silent after `fleet.connect_seconds`. Where the server cannot be
-used, one line says so, and the daemon goes on with its own store; it tries again after longer and longer pauses.
-Without `fleet.url` there is no thread, and psycopg is not imported.
+Guarantee: no job and no script waits for the server, nor does the local store. Only a daemon that has just begun waits
+for its first answer, hardly longer than `fleet.connect_seconds`: a server that is down is known at once. Where the
+server cannot be used, one line says so, and the daemon goes on with its own store; it tries again after longer and
+longer pauses. Without `fleet.url` there is no thread, and psycopg is not imported.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ log = logging.getLogger("autofuse.daemon")
 # That a daemon which has just begun waits for what other hosts have found, from a server that has taken its connection.
 # It takes 0.1 s, but on a machine that scripts fill it may take seconds, and a search costs more.
 FIRST_SECONDS = 10.0
+SLACK_SECONDS = 0.5  # for a connection's own timeout to be heard of first
 LONGEST_PAUSE_SECONDS = 300.0  # between tries to reach a server that is down
 KEEP_SECONDS = 3600.0  # between two looks whether the server holds what nobody uses
 CLOSE_SECONDS = 3.0  # for the last results, when a daemon ends
@@ -72,7 +73,9 @@ class Fleet:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = threading.Event()
-        self._first = threading.Event()
+        self._is_asking = threading.Event()  # the imports are done
+        self._is_answered = threading.Event()  # or it is known that no answer will come
+        self._first = threading.Event()  # the first proposals have come, or none will
         self._wants_work = False
         self._offered: TuneRequest | None = None  # leased, and not yet taken by the loop
         self._held: DecisionKey | None = None  # leased, and in work
@@ -94,9 +97,11 @@ class Fleet:
             self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the first proposals have come, or it is known that the server is down."""
+        """Wait until the first proposals have come, or it is known that the server is down or slow."""
         if self._thread is not None:
-            self._first.wait(FIRST_SECONDS)
+            self._is_asking.wait(FIRST_SECONDS)
+            if self._is_answered.wait(self._settings.connect_seconds + SLACK_SECONDS):
+                self._first.wait(FIRST_SECONDS)
 
     def begin_own(self, key: DecisionKey) -> None:
         """The loop works on a request of this host; what is leased and not begun goes back."""
@@ -166,7 +171,8 @@ class Fleet:
         except Exception:
             log.exception("the exchange with the fleet has failed; this host goes on with its own store")
         finally:
-            self._first.set()
+            self._is_asking.set()
+            self._note_first()
 
     def _exchange(self, store: Store, server: FleetServer) -> None:
         settings = self._settings
@@ -176,7 +182,9 @@ class Fleet:
             is_last = self._closing.is_set()
             try:
                 if exchange is None:
+                    self._is_asking.set()
                     exchange = FleetExchange(store, server, self._device, self._versions, self._lease_seconds)
+                    self._is_answered.set()
                 self.exchange_once(exchange, is_last)
                 if not is_last:
                     self._keep(exchange, retention)
@@ -191,9 +199,13 @@ class Fleet:
                 if self._failures:
                     log.info("the fleet's server answers again")
                 self._failures, self._said = 0, ""
-            self._first.set()
+            self._note_first()
             if is_last or not self._pause():
                 return
+
+    def _note_first(self) -> None:
+        self._is_answered.set()
+        self._first.set()
 
     def _pause(self) -> bool:
         """Wait for the next round; False where none would come to anything before the end."""
