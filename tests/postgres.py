@@ -161,6 +161,21 @@ class Postgres:
                 rows = cursor.fetchall() if cursor.description else []
         return rows
 
+    @contextlib.contextmanager
+    def offering_tls(self) -> Iterator[Path]:
+        """A certificate for localhost, which the server shows meanwhile."""
+        key, made = self.data / "server.key", self.data / "server.crt"
+        names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
+        kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        command = ["openssl", "req", "-new", "-x509", "-nodes", *kind, *names, "-keyout", str(key), "-out", str(made)]
+        subprocess.run(command, check=True, capture_output=True)
+        self.own(key, made)
+        self.sql("ALTER SYSTEM SET ssl = on", "SELECT pg_reload_conf()")
+        try:
+            yield made
+        finally:
+            self.sql("ALTER SYSTEM RESET ssl", "SELECT pg_reload_conf()")
+
     def own(self, *paths: Path) -> None:
         """Give files to the user that the server runs as, and to nobody else."""
         for path in paths:

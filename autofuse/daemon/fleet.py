@@ -30,7 +30,7 @@ from autofuse.settings.groups import FleetSettings
 
 log = logging.getLogger("autofuse.daemon")
 
-# That a daemon which has just begun waits for what other hosts have found, from a server that has taken its connection.
+# That a daemon which has just begun waits for what other hosts have found, from a server that has given a first answer.
 # It takes 0.1 s, but on a machine that scripts fill it may take seconds, and a search costs more.
 FIRST_SECONDS = 10.0
 SLACK_SECONDS = 0.5  # for a connection's own timeout to be heard of first

@@ -134,7 +134,8 @@ class RequestTuner:
         outcome = self._race_alone(request, form, printer, candidate)
         decision = outcome.decisions[0]
         if not has_run(outcome):
-            log.info("a proposal of the fleet was refused: %s", decision.detail or decision.reason)
+            why = decision.detail or decision.reason
+            log.info("a proposal of the fleet was refused: %s; this host searches by itself", why)
             self._results.note_failures(request.key, outcome)
             self._results.judge(request.key, "refused", decision.detail or decision.reason)
             return None

@@ -170,15 +170,8 @@ def test_a_connection_that_was_lost_is_made_again(postgres: Postgres) -> None:
 
 @pytest.fixture(scope="module")
 def certificate(postgres: Postgres) -> Iterator[Path]:
-    """A certificate for localhost, which the server shows from now on."""
-    key, made = postgres.data / "server.key", postgres.data / "server.crt"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
-    command = ["openssl", "req", "-new", "-x509", "-nodes", "-newkey", "rsa:2048", *names, "-keyout", str(key)]
-    subprocess.run([*command, "-out", str(made)], check=True, capture_output=True)
-    postgres.own(key, made)
-    postgres.sql("ALTER SYSTEM SET ssl = on", "SELECT pg_reload_conf()")
-    yield made
-    postgres.sql("ALTER SYSTEM RESET ssl", "SELECT pg_reload_conf()")
+    with postgres.offering_tls() as made:
+        yield made
 
 
 def test_certificates_that_do_not_verify(postgres: Postgres, certificate: Path, tmp_path: Path) -> None:
