@@ -25,7 +25,11 @@ def store(path: Path) -> Iterator[Store]:
 
 @pytest.fixture(params=["file", "server"])
 def both(request: pytest.FixtureRequest) -> Iterator[Store]:
-    """The parts of a store, on a file and on a fleet's server."""
+    """The parts of a store, on a file and on a fleet's server.
+
+    Not on a server: kernels, which never go there; `history`, whose bounds are `fleet_retention`'s there; rows that are
+    lost, which its foreign keys keep.
+    """
     if request.param == "file":
         yield request.getfixturevalue("store")
         return

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from store_records import DEVICE, VERSIONS, decision, key, measurement, request
+from stores import url_of
 
 from autofuse.db import fleet_retention
 from autofuse.db.fleet_exchange import FleetExchange
@@ -155,7 +156,7 @@ def test_what_a_daemon_works_on_stays_until_its_lease_has_ended(fleet: Fleet) ->
 def test_a_row_that_another_daemon_holds_is_left_for_the_next_sweep(fleet: Fleet, postgres: Postgres) -> None:
     fleet.tell("a", "b")
     fleet.age(DAYS + 1, "a", "b")
-    with contextlib.closing(FleetServer(fleet.server._engine.url.render_as_string(hide_password=False))) as other:
+    with contextlib.closing(FleetServer(url_of(fleet.server))) as other:
         with other.share() as connection:  # as a lease does
             connection.exec_driver_sql(f"SELECT 1 FROM requests WHERE key = '{key().digest}' FOR UPDATE")
             assert fleet.sweep() == 1 and fleet.left() == "a"
@@ -168,7 +169,7 @@ def test_while_somebody_adds_measurements_nothing_goes(fleet: Fleet) -> None:
     fleet.age(DAYS + 1, "a")
     retention = FleetRetention(fleet.server, WIDE)
     assert retention.begin()
-    with contextlib.closing(FleetServer(fleet.server._engine.url.render_as_string(hide_password=False))) as other:
+    with contextlib.closing(FleetServer(url_of(fleet.server))) as other:
         with other.append():
             assert retention.step() == 0 and fleet.left() == "a"
         assert retention.step() == 1 and fleet.left() == ""
@@ -217,23 +218,22 @@ def test_hosts_that_were_silent_for_long_are_forgotten_and_come_back_as_others(f
     assert fleet.sweep() == 0 and len(fleet.sql("SELECT id FROM runs")) == 2
 
 
-def test_of_a_stores_proposals_those_go_that_nobody_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_proposals_those_go_that_nobody_asks_for(both: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autofuse.db.proposals.PIECE", 2)
-    with Store.open(tmp_path / "store.db") as store:
-        for name in "abcdef":
-            store.proposals.put({key(name * 64): Proposal.of(decision(name * 64))})
-        store.proposals.close(key(), "adopted", "words")
-        store.queue.add([request("b" * 64)])
-        assert store.proposals.forget(DAYS, 5) == 0
-        assert store.proposals.forget(DAYS, 2) == 3
-        left = [name for name in "abcdef" if store.proposals.get(key(name * 64))]
-        assert left == ["e", "f"] and store.proposals.line(key()) == "words"
-        with store.file.read() as connection:
-            names = connection.exec_driver_sql("SELECT fusion_id FROM decision_keys ORDER BY 1").scalars().all()
-        assert [name[0] for name in names] == ["a", "b", "e", "f"], "a verdict and a request are left"
-        with store.file.write() as connection:
-            connection.exec_driver_sql(f"UPDATE proposals SET at = at - {(DAYS + 1) * DAY_SECONDS}")
-        assert store.proposals.forget(DAYS, 100) == 2 and store.proposals.counts() == {"adopted": 1}
+    for name in "abcdef":
+        both.proposals.put({key(name * 64): Proposal.of(decision(name * 64))})
+    both.proposals.close(key(), "adopted", "words")
+    both.queue.add([request("b" * 64)])
+    assert both.proposals.forget(DAYS, 5) == 0
+    assert both.proposals.forget(DAYS, 2) == 3
+    left = [name for name in "abcdef" if both.proposals.get(key(name * 64))]
+    assert left == ["e", "f"] and both.proposals.line(key()) == "words"
+    with both.file.read() as connection:
+        names = connection.exec_driver_sql("SELECT fusion_id FROM decision_keys ORDER BY 1").scalars().all()
+    assert [name[0] for name in names] == ["a", "b", "e", "f"], "a verdict and a request are left"
+    with both.file.write() as connection:
+        connection.exec_driver_sql(f"UPDATE proposals SET at = at - {(DAYS + 1) * DAY_SECONDS}")
+    assert both.proposals.forget(DAYS, 100) == 2 and both.proposals.counts() == {"adopted": 1}
 
 
 def test_hosts_go_on_while_what_they_use_is_forgotten(postgres: Postgres, tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_records import DEVICE, FORM, VERSIONS, decision, key, measurement, request, start, steps, use
+from stores import another
 
+from autofuse.db.decision_file import lines_of
+from autofuse.db.proposals import Proposal
 from autofuse.db.rows import DaemonState, SettingTrial
 from autofuse.db.store import Store
 from autofuse.errors import StoreError
@@ -31,12 +34,12 @@ from autofuse.ir.records import (
 )  # fmt: skip
 
 
-def test_run_and_totals(store: Store, path: Path) -> None:
-    first, second = store.runs.start(start()), store.runs.start(start("other.py"))
+def test_run_and_totals(both: Store) -> None:
+    first, second = both.runs.start(start()), both.runs.start(start("other.py"))
     assert (first, second) == (1, 2)
-    store.runs.update_totals(first, RunTotals(steps=3))
-    store.runs.finish(first, RunTotals(steps=5, fused_calls=7, exit_code=3))
-    with Store.open(path, readonly=True) as reader:
+    both.runs.update_totals(first, RunTotals(steps=3))
+    both.runs.finish(first, RunTotals(steps=5, fused_calls=7, exit_code=3))
+    with another(both) as reader:
         run = reader.runs.get(first)
         assert (run.command, run.device, run.mode, run.settings) == ("train.py", DEVICE, "wait", {"tune": "wait"})
         assert run.totals == RunTotals(steps=5, fused_calls=7, exit_code=3)
@@ -123,19 +126,19 @@ def test_profiles_keep_the_last_counters_of_a_run(both: Store) -> None:
     assert both.profiles.dims(run_id) == [replace(histogram, tail_calls=2), replace(histogram, dim=0)]
 
 
-def test_roots_are_known_across_runs_of_the_same_device(store: Store, path: Path) -> None:
+def test_roots_are_known_across_runs_of_the_same_device(both: Store) -> None:
     root = RootRecord("Model[8x8]", "Model", "observing", "not_yet", dynamic_dims=(("args[0]", 1),))
     captured = replace(root, state="captured", reason="paid_off", capture_seconds=5.0)
-    first = store.runs.start(start())
+    first = both.runs.start(start())
     for record in (root, replace(root, calls=5), captured):
-        store.roots.put(first, record)
-    elsewhere = store.runs.start(start(device=DeviceInfo("cpu", "Other", 8, "avx2")))
-    store.roots.put(elsewhere, replace(root, state="eager"))
+        both.roots.put(first, record)
+    elsewhere = both.runs.start(start(device=DeviceInfo("cpu", "Other", 8, "avx2")))
+    both.roots.put(elsewhere, replace(root, state="eager"))
 
-    later = store.runs.start(start())
-    store.roots.put(later, replace(root, calls=2))
-    assert store.roots.known() == {"Model[8x8]": captured}, "a run too short to decide anything takes nothing back"
-    with Store.open(path, readonly=True) as reader:
+    later = both.runs.start(start())
+    both.roots.put(later, replace(root, calls=2))
+    assert both.roots.known() == {"Model[8x8]": captured}, "a run too short to decide anything takes nothing back"
+    with another(both) as reader:
         assert reader.roots.known()["Model[8x8]"].state == "eager"
         assert reader.roots.known(DEVICE.key, VERSIONS)["Model[8x8]"] == captured
         assert reader.roots.known(DEVICE.key, "torch 9") == {}
@@ -184,6 +187,54 @@ def test_decisions_keep_history_and_the_newest_stands(both: Store) -> None:
     assert both.results.decisions(DEVICE.key, VERSIONS, since_id=third) == []
     assert both.results.decisions("cpu:other", VERSIONS) == []
     assert [row.id for row in both.results.history("a" * 64)] == [first, third]
+
+
+def test_what_is_new_comes_in_pieces(both: Store) -> None:
+    both.results.put_measurements(key("b" * 64), [measurement(unroll=1)])
+    both.results.put_measurements(key(), [measurement(unroll=2), measurement(unroll=4)])
+    for name in "abc":
+        both.results.put_decision(decision(name * 64))
+    since, sizes = 0, []
+    while rows := both.results.measurements_since(since, 2):
+        sizes += [dict(row.measurement.candidate.config)["unroll"] for _, row in rows]
+        since = rows[-1][0]
+    assert sizes == [1, 2, 4]
+    ((first, _), (second, _)) = both.results.decisions(most=2)
+    assert [found for _, found in both.results.decisions(since_id=second, most=2)] == [decision("c" * 64)]
+    assert [row.id for row in both.results.history(newest=2)] == [second, second + 1] and first < second
+
+
+def test_decisions_that_a_file_names(both: Store, tmp_path: Path) -> None:
+    slower = replace(decision(), candidate=Candidate("c_generic", make_config({"unroll": 8})))
+    number = both.results.put_decision(decision())
+    both.results.put_decision(slower)
+    named = [decision(), decision("b" * 64)]
+    (tmp_path / "named.jsonl").write_text("\n".join(lines_of(named)))
+    found = both.results.named_in(tmp_path / "named.jsonl")
+    assert found.rows == ((number, decision()),) and found.missing == (key("b" * 64),)
+
+
+def test_what_became_of_proposals(both: Store) -> None:
+    keys = [key(name * 64) for name in "abc"]
+    made = Proposal.of(decision())
+    both.results.put_decision(decision("c" * 64))
+    assert both.proposals.put(dict.fromkeys(keys, made)) == 2, "on one there is a decision"
+    assert both.proposals.get(keys[0]) == made and both.proposals.get(keys[2]) is None
+    both.proposals.close(keys[0], "overridden", "words")
+    assert both.proposals.put({keys[0]: made}) == 0 and both.proposals.get(keys[0]) is None
+    assert both.proposals.verdicts(keys) == {keys[0].digest: "overridden", keys[1].digest: "open"}
+    assert both.proposals.counts() == {"overridden": 1, "open": 1}
+    assert both.proposals.line(keys[0]) == "words" and both.proposals.line(keys[2]) == ""
+
+
+def test_marks_say_how_far_rows_went(both: Store) -> None:
+    assert both.marks.get("a server", "decisions") == 0
+    both.marks.put("a server", "decisions", 7)
+    both.marks.put("a server", "decisions", 9)
+    both.marks.put("another", "decisions", 1)
+    assert both.marks.get("a server", "decisions") == 9 and both.marks.get("another", "measurements") == 0
+    with another(both) as reader:
+        assert reader.marks.get("another", "decisions") == 1
 
 
 def test_a_decision_on_a_part_counts_for_the_run_that_asked_for_the_group(both: Store) -> None:

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import update
 from store_records import DEVICE, VERSIONS, bucket, decision, key, request, start
 
-from autofuse.db import tune_queue
+from autofuse.db import models, tune_queue
 from autofuse.db.rows import QueueStatus
 from autofuse.db.store import Store
 from autofuse.db.tune_queue import FAILED_SECONDS, MAX_ATTEMPTS, NOT_READY, Prefer
@@ -27,14 +28,14 @@ def test_largest_expected_saving_first(both: Store) -> None:
     assert both.queue.length(DEVICE.key) == QueueStatus(running=3)
 
 
-def test_a_damaged_request_fails_and_the_others_go_on(store: Store) -> None:
+def test_a_damaged_request_fails_and_the_others_go_on(both: Store) -> None:
     damaged, sound = request("a" * 64, calls=99), request("b" * 64, calls=10)
-    store.queue.add([damaged, sound])
-    with sqlite3.connect(store.path) as raw:
-        raw.execute("UPDATE buckets SET ranges = ? WHERE fusion_id = ?", ('[["1, system(1)", 2]]', "a" * 64))
-    raw.close()
-    assert store.queue.take(DEVICE.key) == sound
-    assert [(row.status, row.message.partition(":")[0]) for row in store.queue.requests("a" * 64)] == [
+    both.queue.add([damaged, sound])
+    with both.file.write() as connection:
+        of_damaged = update(models.BucketRow).where(models.BucketRow.fusion_id == "a" * 64)
+        connection.execute(of_damaged.values(ranges=[["1, system(1)", 2]]))
+    assert both.queue.take(DEVICE.key) == sound
+    assert [(row.status, row.message.partition(":")[0]) for row in both.queue.requests("a" * 64)] == [
         ("failed", "not a request")
     ]
 
@@ -150,14 +151,13 @@ def test_requests_of_a_dead_daemon_wait_again_until_they_look_guilty(both: Store
     assert "daemons ended" in both.queue.requests()[0].message
 
 
-def test_a_request_that_a_container_took_with_it_waits_again(store: Store) -> None:
-    store.queue.add([request()])
-    assert store.queue.take(DEVICE.key) is not None
-    with sqlite3.connect(store.path) as raw:
-        raw.execute("UPDATE requests SET host = 'c0ffee123456'")  # each container has a name of its own
-    raw.close()
-    assert store.queue.requeue_stale() == 1
-    assert store.queue.length() == QueueStatus(queued=1)
+def test_a_request_that_a_container_took_with_it_waits_again(both: Store) -> None:
+    both.queue.add([request()])
+    assert both.queue.take(DEVICE.key) is not None
+    with both.file.write() as connection:
+        connection.execute(update(models.Request).values(host="c0ffee123456"))  # each container has a name of its own
+    assert both.queue.requeue_stale() == 1
+    assert both.queue.length() == QueueStatus(queued=1)
 
 
 @pytest.mark.parametrize(("message", "seconds"), [("KeyError: 'x'", FAILED_SECONDS), (f"{NOT_READY}no room", 60.0)])
@@ -186,3 +186,17 @@ def test_a_decision_is_charged_to_the_run_that_asked_last(both: Store) -> None:
     both.queue.add([request(run_id=second)])  # decided already: not this run's work
     assert [row.run_id for row in both.results.history()] == [first]
     assert both.results.history(run_id=second) == []
+
+
+def test_open_requests_are_told_again_once_they_have_changed(both: Store) -> None:
+    other = replace(request("b" * 64), key=key("b" * 64, device=DeviceInfo("cpu", "Other", 8, "avx2")))
+    both.queue.add([request(calls=1), other, request("c" * 64)])
+    both.queue.finish(key("c" * 64), "done")
+    told = both.queue.open_requests({}, 10)
+    assert {found.key: found for _, found in told} == {key(): request(calls=1), other.key: other}
+    known = {found.key.digest: at for at, found in told}
+    assert both.queue.open_requests(known, 10) == [] and len(both.queue.open_requests({}, 1)) == 1
+    both.queue.add([request(calls=9)])
+    ((_, found),) = both.queue.open_requests(known, 10)
+    assert (found.key, found.calls) == (key(), 9)
+    assert both.queue.devices() == sorted({DEVICE.key, other.key.device})
