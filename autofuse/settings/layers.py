@@ -45,8 +45,16 @@ from autofuse.settings.secrets import SECRETS, has_password, masked
 PROFILE_FOLDER = Path(__file__).with_name("profiles")
 PROJECT_FILE = "autofuse.toml"
 _IS_GONE = "is a setting of an earlier version and does nothing; remove it"
-# A project must not choose which programs run, which store is trusted and which server learns what is tuned.
-OWN_CHOICE = ("run.cc", "run.store", "fleet.url")
+# A project must not choose which programs run, which store is trusted, which server learns what is tuned, and what that
+# server forgets.
+OWN_CHOICE = (
+    "run.cc",
+    "run.store",
+    "fleet.url",
+    "fleet.keep_days",
+    "fleet.keep_keys",
+    "fleet.keep_measurements",
+)
 
 
 def as_text(value: Any) -> str:

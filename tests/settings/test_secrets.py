@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autofuse.settings.groups import FleetSettings
 from autofuse.settings.layers import Settings, load
 from autofuse.settings.secrets import has_password, masked
 
@@ -60,10 +61,11 @@ def test_a_child_process_has_the_same_settings(tmp_path: Path) -> None:
         assert ("fleet.url" in arguments) == (url == "postgresql+psycopg://someone@db/fleet")
 
 
-def test_a_project_names_no_server(tmp_path: Path) -> None:
-    (tmp_path / "autofuse.toml").write_text(f'[fleet]\nurl = "{URL}"\nhelp = false\n')
+def test_a_project_names_no_server_and_not_what_it_forgets(tmp_path: Path) -> None:
+    text = f'[fleet]\nurl = "{URL}"\nhelp = false\nkeep_days = 1\nkeep_keys = 1\nkeep_measurements = 1\n'
+    (tmp_path / "autofuse.toml").write_text(text)
     found = load({}, environ={}, cwd=tmp_path)
-    assert found.fleet.url == "" and found.fleet.help is False
+    assert found.fleet == FleetSettings(help=False)
     assert any(
         "fleet.url is not read from a project's file" in line and "s3cret" not in line for line in found.warnings
     )
