@@ -10,7 +10,7 @@ import pytest
 
 from autofuse.errors import SettingsError
 from autofuse.private_files import default_store
-from autofuse.settings.layers import SPECS, load, profile_names
+from autofuse.settings.layers import OWN_CHOICE, SPECS, load, profile_names
 from scripts.generate_docs import PAGES, ROOT, STORE, tables_of
 
 SETTING = re.compile(r"# (\w+ = .*|\[\w+\])")
@@ -34,13 +34,13 @@ def test_the_annotated_file_sets_nothing_as_it_is() -> None:
 def test_every_line_of_the_annotated_file_works_once_its_mark_is_off(tmp_path: Path) -> None:
     lines = (ROOT / "configs/autofuse.toml").read_text().splitlines()
     switched_on = [found[1] for line in lines if (found := SETTING.fullmatch(line))]
-    own = ("store =", "cc =", "url =")  # no project's file to say
+    own = ("store =", "cc =", "url =", "keep_")  # no project's file to say
     text = "\n".join(line for line in switched_on if not line.startswith(own))
     (tmp_path / "autofuse.toml").write_text(text)
     (tmp_path / ".git").mkdir()
     settings = load(environ={}, cwd=tmp_path)
     named = [name for name in SPECS if settings.origin(name) == str(tmp_path / "autofuse.toml")]
-    assert set(SPECS) - set(named) == {"run.store", "run.cc", "fleet.url"}
+    assert set(SPECS) - set(named) == set(OWN_CHOICE)
     assert not settings.changed()
 
 
