@@ -53,13 +53,13 @@ class FleetRetention:
         with self._server.read() as connection:
             if not (_may_delete(connection) and _is_due(connection)):
                 return False
+            self._used_before = self._limit(connection)
         with self._server.write() as connection:
             if not _is_due(connection):
-                return False
-            self._swept_to = _mark(connection, SWEPT_TO)
-            _put_marks(connection, self._swept_to)
-        with self._server.read() as connection:
-            self._used_before = self._limit(connection)
+                return False  # another one was faster
+            swept_to = _mark(connection, SWEPT_TO)
+            _put_marks(connection, swept_to)
+        self._swept_to = swept_to
         return True
 
     def step(self) -> int:
