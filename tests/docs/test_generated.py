@@ -34,7 +34,7 @@ def test_the_annotated_file_sets_nothing_as_it_is() -> None:
 def test_every_line_of_the_annotated_file_works_once_its_mark_is_off(tmp_path: Path) -> None:
     lines = (ROOT / "configs/autofuse.toml").read_text().splitlines()
     switched_on = [found[1] for line in lines if (found := SETTING.fullmatch(line))]
-    own = ("store =", "cc =", "url =", "keep_")  # no project's file to say
+    own = tuple(f"{name.partition('.')[2]} =" for name in OWN_CHOICE)  # no project's file to say
     text = "\n".join(line for line in switched_on if not line.startswith(own))
     (tmp_path / "autofuse.toml").write_text(text)
     (tmp_path / ".git").mkdir()
