@@ -114,6 +114,9 @@ class RequestTuner:
         if is_group(form):
             strategies = strategies_of(form, request.key.device != self._devices.cpu)
             large = [strategy for strategy in strategies if is_large(strategy, form, request.bucket)]
+            if len(strategies) > len(large) == 1 and not large[0].parts:  # aten's own kernel alone is left
+                detail = "a matmul by itself, of fewer operations than a call of another kernel costs"
+                return Outcome([Decision.of(None, request, Candidate(EAGER), "too_small", detail)])
             return self._tune_strategies(request, form, large)
         outcome = self._tune_kernel(request, form)
         if _may_cut(outcome.decisions):

@@ -22,7 +22,7 @@ from autofuse.ir.optable import OpKind, info
 from autofuse.ir.records import Bucket
 from autofuse.ir.shape import evaluate
 from autofuse.strategies.channels_last import ATEN, CONVOLUTIONS, LAST, LEAST_NET, channels_last, layouts
-from autofuse.strategies.rewrites import BIAS_APART, rewrites
+from autofuse.strategies.rewrites import BIAS_APART, LONE, rewrites
 from autofuse.strategies.row_blocks import block_of
 from autofuse.strategies.sdpa_training_match import passes_of
 from autofuse.strategies.strategy import Part, Strategy, graph_of
@@ -181,6 +181,9 @@ def is_large(strategy: Strategy, form: NodeForm, bucket: Bucket) -> bool:
     largest = dict(zip(form.symbols, (high for _, high in bucket.ranges), strict=True))
     if strategy.name == GENERATED:
         return max(_flops(strategy, largest)) >= LEAST_FLOPS
+    if strategy.name in LONE or (strategy.name == TILED and len(_kernels(form)) == 1):
+        graph = FusionGraph(form.operations, {item.name: item.spec for item in form.inputs}, form.outputs, largest)
+        return max(map(graph.operation_flops, form.operations)) >= LEAST_FLOPS
     return strategy.rows is None or evaluate(strategy.rows.total, largest) > strategy.rows.count
 
 

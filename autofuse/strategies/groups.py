@@ -17,6 +17,7 @@ from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import BYTES_PER_ELEMENT, Operation, ValueRef
 from autofuse.ir.optable import FUSIBLE, TORCH_ATTENTIONS, OpKind, info
 from autofuse.ir.records import Refusal
+from autofuse.ir.shape import free_symbols
 from autofuse.strategies.channels_last import CONVOLUTIONS, DEEPEST_NET, LARGEST_NET, LEAST_NET, keeps_images, layouts
 from autofuse.strategies.enumeration import (
     GENERATED,
@@ -89,8 +90,12 @@ class _Finder:
                 self._try({op.name}, "attention")
 
     def _is_long(self, op: Operation) -> bool:
-        """Whether a matmul takes long enough to be worth a race, at the sizes of the capture."""
-        return self.graph.operation_flops(op) >= LEAST_FLOPS
+        """Whether a matmul takes, or in later calls may take, long enough to be worth a race.
+
+        Sizes that vary may have been small when the graph was captured. `is_large` looks at those that come.
+        """
+        varies = any(free_symbols(dim) for ref in op.inputs for dim in self.graph.spec(ref).shape)
+        return varies or self.graph.operation_flops(op) >= LEAST_FLOPS
 
     # ---- candidates
 

@@ -19,11 +19,11 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.gpu.devices import CPU
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import KernelRecord
+from autofuse.ir.records import Bucket, KernelRecord
 from autofuse.runtime.device_backends import Backends
 from autofuse.strategies import enumeration
 from autofuse.strategies.bundle import is_bundle, pack
-from autofuse.strategies.enumeration import BLOCKS, cut_strategies, strategies_of
+from autofuse.strategies.enumeration import BLOCKS, cut_strategies, is_large, strategies_of
 from autofuse.strategies.extern_kernels import MAX_PACKED, Folded
 from autofuse.strategies.groups import Group
 from autofuse.strategies.rewrites import BIAS_APART
@@ -168,6 +168,19 @@ def test_a_long_product_by_itself_may_be_onednns() -> None:
     fused = strategy(group, "onednn_product")
     assert not fused.parts
     check(group.node.form, fused, [(1,), (2,), (7,), (160,)], ("normal", "special", "large", "zeros"))
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm"])
+def test_a_product_of_sizes_that_vary_is_judged_by_those_that_come(name: str) -> None:
+    """A graph may be captured at its smallest sizes."""
+    outer = (4,) if name == "bmm" else ()
+    inputs = [torch.randn(*outer, 5, 96), torch.randn(*outer, 96, 32)]
+    with torch.no_grad():
+        group = one_group(plan(getattr(torch, name), inputs, [(0, len(outer))]))
+    form = group.node.form
+    small, large = (Bucket(((low, high),)) for low, high in ((5, 8), (513, 1024)))
+    assert [w.name for w in strategies_of(form) if is_large(w, form, small)] == ["parts"]
+    assert "generated_product" in [w.name for w in strategies_of(form) if is_large(w, form, large)]
 
 
 def test_a_transposed_operand_is_copied_by_a_kernel_first() -> None:
