@@ -100,6 +100,10 @@ class Confirmation:
             self._left = self._pairs
             self._extensions_left -= 1
 
+    def end(self) -> None:
+        """The pairs so far tell enough."""
+        self._left = self._extensions_left = 0
+
     @property
     def is_over(self) -> bool:
         """No call is held out until the kernels change."""
@@ -184,6 +188,10 @@ class HeldOutCalls:
     def extend(self, magnitude: int = 0) -> None:
         """More calls are needed to confirm the present kernels, once those foreseen are over; a few times."""
         self._confirmation(magnitude).extend()
+
+    def end(self, magnitude: int = 0) -> None:
+        """The present kernels gain beyond doubt: only the share of calls is held out from now on."""
+        self._confirmation(magnitude).end()
 
     def free(self) -> int:
         """Coming calls that `next` need not be asked about: they run the graph, and none lies near a held-out one."""

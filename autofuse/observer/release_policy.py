@@ -16,6 +16,10 @@ from typing import NamedTuple
 # A verdict needs this many held-out calls; below that the difference may be noise.
 PAIRS_BEFORE_RELEASE = 12
 _KEPT = 64  # the last pairs of a magnitude
+# So many held-out calls tell enough where each alone was slower by so much: six of a loser would all have to scatter by
+# more than 10 % to the same side. Half as many where an earlier run has measured such a gain.
+CLEAR_PAIRS = 6
+CLEAR_GAIN = 1.1
 
 
 class Loss(NamedTuple):
@@ -123,8 +127,18 @@ class ReleasePolicy:
         for found in magnitudes:
             self._ratios.pop(found, None)
 
+    def is_clear(self, elements: int, known_gain: float) -> bool:
+        """Whether calls of this magnitude need not be held out more often for now: they gain.
+
+        ``known_gain``: of the root in an earlier run, 0 if none.
+        """
+        enough = CLEAR_PAIRS // 2 if known_gain >= CLEAR_GAIN else CLEAR_PAIRS
+        own = self._ratios.get(magnitude(elements), ())
+        return len(own) >= enough and min(own) >= CLEAR_GAIN
+
     @property
     def gain(self) -> float:
         """Eager's time over the captured graph's, the median of what did not lose; 0 while too little is known."""
         ratios = [ratio for its in self._ratios.values() for ratio in its]
-        return median(ratios) if len(ratios) >= PAIRS_BEFORE_RELEASE else 0.0
+        enough = CLEAR_PAIRS if ratios and min(ratios) >= CLEAR_GAIN else PAIRS_BEFORE_RELEASE
+        return median(ratios) if len(ratios) >= enough else 0.0

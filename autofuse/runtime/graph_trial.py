@@ -55,6 +55,7 @@ class GraphTrial:
         self._context = services.context
         self._tuning = services.tuning
         self._timer = services.timer
+        self._known = services.known  # of earlier runs
         self.key = key
         self.is_on = False  # the captured graph is in use, and its steps are compared
         self.on_gpu = False
@@ -260,11 +261,13 @@ class GraphTrial:
             added_us = self._costs.brief if has_briefs else self._costs.timed
             captured_us = max(statistics.median(near) - outside_us, 0.0) + added_us  # never 0
             self.verdicts.add(shape.elements, max(us - outside_us, 0.0) / captured_us)
+        self.gain = self.verdicts.gain or self.gain
+        is_short = us < SHORT_CALL_US
+        if not is_short and self.verdicts.is_clear(shape.elements, self._known_gain):
+            self._held_out.end(magnitude(shape.elements))
         ratios = self.verdicts.ratios(shape.elements)
         if len(ratios) < PAIRS_BEFORE_RELEASE:
             return
-        is_short = us < SHORT_CALL_US
-        self.gain = self.verdicts.gain or self.gain
         loss = self.verdicts.find_loss(shape.elements, is_short, self._context.settings.capture.release_factor)
         if loss is not None and self._tuning.expects_more():
             self._rest(loss)
@@ -275,6 +278,11 @@ class GraphTrial:
             self._on_loss(shape, loss, is_short, all(self.verdicts.is_lost(known.elements) for known in seen))
         elif is_unsure(ratios):
             self._held_out.extend(magnitude(shape.elements))
+
+    @property
+    def _known_gain(self) -> float:
+        known = self._known.get(self.key)
+        return known.gain if known is not None else 0.0
 
     def _rest(self, loss: Loss) -> None:
         """Run eager for a while: a graph that loses before its kernels are tuned may yet win with them."""

@@ -71,6 +71,20 @@ def test_more_pairs_follow_where_the_first_leave_it_open() -> None:
     assert not any(confirmation.next(2, True) for _ in range(200)), "nor is there one where the times are over"
 
 
+def test_what_is_clear_is_not_confirmed_further_until_the_kernels_change() -> None:
+    calls = HeldOutCalls(0.0, pairs=12)
+    assert not any(calls.next(1, False, True, False) is Held.COMPARED for _ in range(200)), "nor begun without a share"
+    calls = HeldOutCalls(0.001, pairs=12)
+    found = 0
+    for _ in range(400):
+        found += calls.next(1, False, True, False, 5) is Held.COMPARED
+        if found == 6:
+            calls.end(5)
+    assert found == 6 and calls.free()
+    kinds = [calls.next(2, False, True, False, 5) for _ in range(200)]
+    assert kinds.count(Held.COMPARED) >= 12, "other kernels are another matter"
+
+
 @pytest.mark.parametrize("is_short", [False, True])
 def test_short_held_out_calls_are_compared_warm(is_short: bool) -> None:
     """Each compared call follows one that is not; the share of calls on eager stays what was asked for."""
