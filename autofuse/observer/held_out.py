@@ -14,6 +14,7 @@ from autofuse.errors import SettingsError
 
 _NEAR = 6  # calls before a held-out one, with which it is compared
 _MANY_CALLS = 50  # free at a time where nothing is held out
+_SHORT_EVERY = 2  # occasions, of which short calls take one, since theirs are two calls each
 
 
 class HeldOut:
@@ -54,12 +55,15 @@ class HeldOut:
             self._upcoming = stretch * self.period + self._place(stretch)
         return call == self._upcoming
 
-    def free(self) -> int:
-        """Coming calls of which none is held out, as far as that is settled."""
+    def free(self, every: int = 1) -> int:
+        """Coming calls before the next that is held out. ``every``: of so many stretches only one counts."""
         if not self.period:
             return _MANY_CALLS
-        end = -(-self._calls // self.period) * self.period  # where the next stretch begins, whose place is not settled
-        return (self._upcoming if self._upcoming >= self._calls else end) - self._calls
+        first = max(self._calls, self._skip_first)
+        stretch = first // self.period
+        while stretch % every or stretch * self.period + self._place(stretch) < first:
+            stretch += 1
+        return stretch * self.period + self._place(stretch) - self._calls
 
     def skip(self, calls: int) -> None:
         """Count calls that ``free`` has promised."""
@@ -169,7 +173,7 @@ class HeldOutCalls:
             return Held.COMPARED if has_pair else Held.COLD
         is_taken = self._share.next() and (has_pair or not is_new)
         if is_short:
-            is_taken = is_taken and self._share.stretch % 2 == 0
+            is_taken = is_taken and self._share.stretch % _SHORT_EVERY == 0
         if not (is_taken or self._confirmation(magnitude).next(generation, has_pair)):
             return Held.NO
         self._follows = is_short
@@ -194,13 +198,13 @@ class HeldOutCalls:
         self._confirmation(magnitude).end()
 
     def free(self) -> int:
-        """Coming calls that `next` need not be asked about: they run the graph, and none lies near a held-out one."""
+        """Coming short calls that `next` need not be asked about: they run the graph, none near a held-out one."""
         if self._follows:
             return 0
         for magnitude, confirmation in self._confirmations.items():
             if not confirmation.is_over and self._last.get(magnitude, 0) > self._calls - _MANY_CALLS:
                 return 0
-        return max(0, self._share.free() - _NEAR)
+        return max(0, self._share.free(_SHORT_EVERY) - _NEAR)
 
     def skip(self, calls: int) -> None:
         """Count calls that ``free`` has promised."""

@@ -107,6 +107,34 @@ def test_each_magnitude_is_confirmed_by_itself() -> None:
     assert any(calls.next(1, False, True, True, 8) is Held.NO and calls.free() for _ in range(150)), "it comes no more"
 
 
+@given(st.integers(2, 60), st.integers(0, 9), st.integers(0, 300), st.integers(1, 3))
+def test_free_calls_end_at_the_next_that_is_held_out(period: int, seed: int, calls: int, every: int) -> None:
+    asked, skipping = (HeldOut(1 / period, seed) for _ in range(2))
+    taken = [asked.next() and asked.stretch % every == 0 for _ in range(calls + 8 + 4 * every * period)]
+    skipping.skip(calls)
+    free = skipping.free(every)
+    assert not any(taken[calls : calls + free]) and taken[calls + free]
+    skipping.skip(free)
+    assert skipping.next() and skipping.stretch % every == 0
+
+
+def test_few_short_calls_are_watched_once_their_gain_is_confirmed() -> None:
+    calls = HeldOutCalls(0.02, pairs=12)
+    for _ in range(250):
+        calls.next(1, False, True, True)
+    watched, number = 0, 0
+    while number < 10_000:
+        free = calls.free()
+        if free >= 2:
+            calls.skip(free)
+            number += free
+        else:
+            calls.next(1, False, True, True)
+            watched += 1
+            number += 1
+    assert 0.07 < watched / number < 0.09, "of a hundred calls two are held out, and six are compared with them"
+
+
 def test_a_new_shape_runs_before_it_is_held_out() -> None:
     calls = HeldOutCalls(0.5, pairs=12)
     assert {calls.next(1, True, False, False) for _ in range(100)} == {Held.NO}
