@@ -14,10 +14,8 @@ without a GPU. Writes benchmarks/results/gpu_static.json.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ from autofuse.codegen.lowering.lower import lower
 from autofuse.codegen.triton.artifact import Artifact, Image
 from autofuse.codegen.triton.compile import compile_source
 from autofuse.codegen.triton.knobs import triton_knobs
-from autofuse.codegen.triton.machine_code import MachineCode, disassemble, read_amd, read_nvidia
+from autofuse.codegen.triton.machine_code import MachineCode, disassemble, nvidia_tool, read_amd, read_nvidia
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.resources import occupancy
 from autofuse.codegen.triton.source import natural_assumptions
@@ -44,15 +42,6 @@ SIZE = 1024  # of each symbol
 QUICK = "add_layer_norm,softmax"
 LOW = 0.5  # of the warps that a multiprocessor can hold
 _CACHE = tempfile.TemporaryDirectory(prefix="autofuse-static-")  # Triton's, which has AMD's text beside each kernel
-
-
-def nvdisasm() -> Path:
-    """The disassembler of Triton's wheel."""
-    found = importlib.util.find_spec("triton")
-    path = Path(str(found and found.origin)).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    if not path.exists():
-        sys.exit(f"expected Triton's wheel with {path}: pip install 'autofuse[gpu]'")
-    return path
 
 
 def code_of(image: Image, target: str, disassembler: Path) -> MachineCode:
@@ -114,7 +103,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no new case is begun")
     options = parse(parser)
     os.environ["TRITON_CACHE_DIR"] = _CACHE.name
-    began, disassembler = time.monotonic(), nvdisasm()
+    began, disassembler = time.monotonic(), nvidia_tool("nvdisasm")
     targets = chosen(options.targets, TARGETS)
     names = chosen(options.only or (QUICK if options.quick else ""), sorted(ON_GPUS))
     before = json.loads(options.out.read_text()) if options.out.exists() and not options.quick else {}

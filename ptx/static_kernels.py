@@ -8,7 +8,6 @@ threads, with 0 in all memory: kernels whose work depends on data have the work 
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from autofuse.codegen.triton.machine_code import MachineCode, disassemble, read_nvidia
+from autofuse.codegen.triton.machine_code import MachineCode, disassemble, nvidia_tool, read_nvidia
 from autofuse.codegen.triton.resources import Resources, occupancy
 from autofuse.errors import CompilerError
 from ptx.machine import WARP, Launch, Machine, places_of
@@ -89,22 +88,13 @@ def from_triton(kernel: Any, grid: tuple[int, int, int], arguments: Sequence[int
 # ---- the assembler ---------------------------------------------------------------------------------------------------
 
 
-def tool(name: str) -> Path:
-    """A tool of NVIDIA's in Triton's wheel. Raises CompilerError."""
-    found = importlib.util.find_spec("triton")
-    path = Path(str(found and found.origin)).parent / "backends" / "nvidia" / "bin" / name
-    if not path.exists():
-        raise CompilerError(f"expected Triton's wheel with {path}: pip install 'autofuse[gpu]'")
-    return path
-
-
 def assembled(kernel: Kernel) -> tuple[Resources, MachineCode]:
     """What the assembler makes of a kernel's PTX. Raises CompilerError."""
     architecture = re.search(r"^\.target (sm_\w+)", kernel.ptx, re.MULTILINE)
     with tempfile.TemporaryDirectory(prefix="autofuse-race-") as folder:
         text, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         text.write_text(kernel.ptx)
-        command = [tool("ptxas"), "-v", f"--gpu-name={architecture and architecture[1]}", text, "-o", cubin]
+        command = [nvidia_tool("ptxas"), "-v", f"--gpu-name={architecture and architecture[1]}", text, "-o", cubin]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if done.returncode != 0:
             raise CompilerError(f"expected ptxas to take {kernel.name}, found: {done.stderr[:200]}")
@@ -112,7 +102,7 @@ def assembled(kernel: Kernel) -> tuple[Resources, MachineCode]:
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)]
     resources = Resources(max(registers), sum(spills), kernel.shared_bytes, kernel.threads)
-    return resources, read_nvidia(disassemble(image, tool("nvdisasm")))
+    return resources, read_nvidia(disassemble(image, nvidia_tool("nvdisasm")))
 
 
 # ---- execution -------------------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ POLL_SECONDS = 0.02
 _GAIN = {"unfused_us": 2.0, "fused_us": 1.0, "speedup": 2.0, "speedup_low": 1.9, "speedup_high": 2.1}  # invented
 
 
-def as_ptx(source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
-    """An artifact whose images are PTX, which a driver takes too. Raises CompilerError."""
+def as_ptx(source: TritonSource, target: str, assumptions: Sequence[Assumptions], reads_code: bool = False) -> Artifact:
+    """An artifact whose images are PTX, which a driver takes too; no code is read of them. Raises CompilerError."""
     images = []
     for number, assumed, kernel, resources in compiled_kernels(source, target, assumptions):
         text = kernel.asm["ptx"].encode() + b"\0"

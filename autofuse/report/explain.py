@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autofuse.codegen.triton.machine_code import MachineCode
 from autofuse.codegen.triton.resources import Resources, occupancy
 from autofuse.db.rows import StoredMeasurement
 from autofuse.db.store import Store
@@ -204,6 +205,8 @@ def decision_lines(bucket: BucketStory) -> Iterator[str]:
         yield f"{wording.times(decision.speedup)} (95 % interval {span}): {unfused} in eager, {fused} fused."
         if bucket.kernel is not None and bucket.kernel.resources:
             yield resource_line(bucket.kernel.resources)
+            if "code" in bucket.kernel.resources:
+                yield code_line(MachineCode.from_json(bucket.kernel.resources["code"]))
         steps = (
             strategy_steps(bucket.kernel.source)
             if is_strategy(decision.candidate) and bucket.kernel is not None
@@ -250,6 +253,26 @@ def resource_line(resources: Mapping[str, Any]) -> str:
         f"{wording.plural(shared, 'byte')} of shared memory a program; "
         f"{wording.plural(spilled, 'byte') + ' a thread are' if spilled else 'nothing is'} spilled."
         + ("" if held is None else f" A multiprocessor holds {held.warps} of {held.most} warps" + why + ".")
+    )
+
+
+def code_line(code: MachineCode) -> str:
+    """What the instructions of a GPU's kernel do, all launches of a call together."""
+    accesses = [
+        f"{wording.plural(count, kind)} of {wording.plural(width, 'byte')}"
+        for kind, widths in (("load", code.loads), ("store", code.stores))
+        for width, count in sorted(widths.items(), reverse=True)
+    ]
+    if code.local:
+        accesses.append(f"{code.local} to or from memory of a thread's own")
+    others = {
+        "barrier": code.barriers, "shuffle": code.shuffles, "special function": code.special,
+        "matrix product": code.matrix,
+    }  # fmt: skip
+    rest = [wording.plural(count, kind) for kind, count in others.items() if count]
+    return (
+        f"Its code has {wording.plural(code.instructions, 'instruction')}, a loop's counted once: "
+        f"{', '.join([*accesses, *rest]) or 'no access to memory'}."
     )
 
 

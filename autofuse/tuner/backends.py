@@ -89,7 +89,7 @@ class CBackend:
         return Recipe(self._generator.key(source, config), lambda: self._generator.compile(source, config))
 
 
-Compile = Callable[[TritonSource, str, Sequence[Assumptions]], Artifact]
+Compile = Callable[[TritonSource, str, Sequence[Assumptions], bool], Artifact]  # as `TritonCompiler.compile`
 
 
 class _TritonText:
@@ -128,14 +128,15 @@ class TritonBackend(_TritonText):
         is_final: bool,
     ) -> Recipe:
         source = self._source(form, printer, config, constants)
-        return self.recipe_of(source, _assumptions(source, sizes, is_final))
+        return self.recipe_of(source, _assumptions(source, sizes, is_final), is_final)
 
-    def recipe_of(self, source: TritonSource, assumptions: Sequence[Assumptions]) -> Recipe:
-        """The recipe of a source that has been printed."""
+    def recipe_of(self, source: TritonSource, assumptions: Sequence[Assumptions], is_final: bool = False) -> Recipe:
+        """The recipe of a source that has been printed. What a final binary does is read from its code: that takes as
+        long as compiling it, so it is not done for each candidate."""
         key = triton_key(source, self._target, assumptions)
 
         def make() -> KernelRecord:
-            artifact = self._compile(source, self._target, assumptions)
+            artifact = self._compile(source, self._target, assumptions, is_final)
             reason = prune_reason(artifact, self._limits)
             if reason is not None:
                 raise CandidateProblem("pruned", reason)

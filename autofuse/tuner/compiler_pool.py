@@ -39,16 +39,20 @@ class CompilerPool:
         for compiler in reversed(self._all):
             self._free.put(compiler)
 
-    def compile(self, source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
+    def compile(
+        self, source: TritonSource, target: str, assumptions: Sequence[Assumptions], reads_code: bool = False
+    ) -> Artifact:
         """As `TritonCompiler.compile`, by a process that is free."""
         if threading.current_thread() is threading.main_thread():  # which alone may halt a process (`Scheduler.tend`)
-            return self._compile(source, target, assumptions)
-        return self._threads.submit(self._compile, source, target, assumptions).result()
+            return self._compile(source, target, assumptions, reads_code)
+        return self._threads.submit(self._compile, source, target, assumptions, reads_code).result()
 
-    def _compile(self, source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
+    def _compile(
+        self, source: TritonSource, target: str, assumptions: Sequence[Assumptions], reads_code: bool
+    ) -> Artifact:
         compiler = self._free.get()
         try:
-            return compiler.compile(source, target, assumptions)
+            return compiler.compile(source, target, assumptions, reads_code)
         finally:
             self._free.put(compiler)
 

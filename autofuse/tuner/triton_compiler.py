@@ -84,8 +84,10 @@ class TritonCompiler:
         find_triton()
         self.process.start()
 
-    def compile(self, source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
-        """Compile all passes of a source under each of the assumptions.
+    def compile(
+        self, source: TritonSource, target: str, assumptions: Sequence[Assumptions], reads_code: bool = False
+    ) -> Artifact:
+        """Compile all passes of a source under each of the assumptions; ``reads_code`` as in `compile_source`.
 
         Raises CandidateProblem ("compile_error", "crash", "timeout", "out_of_memory"), CompilerError without a usable
         Triton, Interrupted once ``is_stopping``.
@@ -97,6 +99,7 @@ class TritonCompiler:
                 source=source.to_json(),
                 target=target,
                 assumptions=[[a.is_aligned, list(a.divisible)] for a in assumptions],
+                reads_code=reads_code,
             )
         except CandidateProblem as problem:
             told = f"{problem.status}: {problem}"

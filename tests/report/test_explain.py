@@ -109,6 +109,13 @@ def test_a_fused_node_on_a_gpu_says_what_its_kernel_takes(store: Store) -> None:
     assert "Decision: fused (Triton, any size, BLOCK=1024)" in text
     takes = "The kernel takes 28 registers a thread, 128 threads and 2,048 bytes of shared memory a program"
     assert f"{takes}; nothing is spilled. A multiprocessor holds 64 of 64 warps." in text
+    assert "Its code has" not in text  # a kernel of a version that did not read it
+    code = {"instructions": 1286, "loads": {"4": 1, "16": 2}, "stores": {"16": 2}, "local": 3}
+    code |= {"barriers": 5, "shuffles": 1, "special": 11, "matrix": 0}
+    store.kernels.put(replace(kernel, resources={**taken, "code": code}))
+    told = "Its code has 1,286 instructions, a loop's counted once: 2 loads of 16 bytes, 1 load of 4 bytes, "
+    told += "2 stores of 16 bytes, 3 to or from memory of a thread's own, 5 barriers, 1 shuffle, 11 special functions."
+    assert told in explain(store, GELU[1])
     assert "; 12 bytes a thread are spilled." in resource_line({**taken, "spill_bytes": 12})
     assert resource_line({**taken, "registers": 100}).endswith("holds 16 of 64 warps: registers allow no more.")
     assert resource_line({**taken, "target": "cuda:75"}).endswith("; nothing is spilled.")

@@ -23,9 +23,9 @@ class Slow(TritonCompiler):
 
     together = threading.Barrier(1)
 
-    def compile(self, source, target, assumptions):  # type: ignore[no-untyped-def]
+    def compile(self, source, target, assumptions, reads_code=False):  # type: ignore[no-untyped-def]
         self.together.wait(30.0)
-        return super().compile(source, target, assumptions)
+        return super().compile(source, target, assumptions, reads_code)
 
 
 @pytest.fixture

@@ -160,6 +160,7 @@ def test_from_request_to_stored_artifact(tmp_path: Any, name: str) -> None:
             store.kernels.put(kernel)
         found = store.kernels.get(str(decision.compile_key))
     assert found is not None and found.resources["registers"] > 0 and found.key.target == "cuda:90"
+    assert found.resources["code"]["instructions"] > 50 and found.resources["code"]["stores"]
     artifact = Artifact.unpack(found.binary)
     assert {Assumptions(True, ("s2",)), Assumptions(True), NOTHING_ASSUMED} == set(artifact.assumptions)
     for aligned in (True, False):
@@ -458,7 +459,9 @@ def test_other_errors_are_outcomes_of_a_living_worker(how: str, status: str) -> 
 
 
 def compiled(spill_bytes: int, made: list[tuple[Assumptions, ...]]) -> Callable[..., Artifact]:
-    def compile_source(source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
+    def compile_source(
+        source: TritonSource, target: str, assumptions: Sequence[Assumptions], reads_code: bool = False
+    ) -> Artifact:
         made.append(tuple(assumptions))
         resources = Resources(64, spill_bytes, 0, 128)
         images = [

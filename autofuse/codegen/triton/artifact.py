@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autofuse.codegen.triton.machine_code import MachineCode
 from autofuse.codegen.triton.resources import Resources
 from autofuse.codegen.triton.source import Assumptions, TritonSource
 from autofuse.errors import StoreError
@@ -30,6 +31,7 @@ class Image:
     shared_bytes: int  # dynamic shared memory of a launch
     resources: Resources
     image: bytes  # cubin or hsaco
+    code: MachineCode | None = None  # what it does; None where nobody has read it
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Artifact:
                     "shared_bytes": i.shared_bytes,
                     "resources": asdict(i.resources),
                     "size": len(i.image),
+                    **({} if i.code is None else {"code": i.code.to_json()}),
                 }
                 for i in self.images
             ],
@@ -99,7 +102,16 @@ class Artifact:
 def _image(item: Mapping[str, Any], image: bytes) -> Image:
     assumptions = Assumptions(item["is_aligned"], tuple(item["divisible"]))
     resources = Resources(**item["resources"])
-    return Image(item["number"], item["function"], assumptions, item["threads"], item["shared_bytes"], resources, image)
+    return Image(
+        number=item["number"],
+        function=item["function"],
+        assumptions=assumptions,
+        threads=item["threads"],
+        shared_bytes=item["shared_bytes"],
+        resources=resources,
+        image=image,
+        code=MachineCode.from_json(item["code"]) if "code" in item else None,
+    )
 
 
 def merge(artifacts: Sequence[Artifact]) -> Artifact:

@@ -27,6 +27,7 @@ from triton.runtime.cache import get_cache_manager
 
 from autofuse.codegen.triton.artifact import Artifact, Image
 from autofuse.codegen.triton.key import Options, in_order, options_for
+from autofuse.codegen.triton.machine_code import MachineCode, disassemble, nvidia_tool, read_amd, read_nvidia
 from autofuse.codegen.triton.module import defined
 from autofuse.codegen.triton.resources import Resources
 from autofuse.codegen.triton.source import Assumptions, Pass, TritonSource
@@ -35,6 +36,7 @@ from autofuse.errors import CompilerError
 
 _NOTE = "resources.json"  # beside Triton's own files of a kernel
 _MESSAGE_LINES = 5
+_DISASSEMBLER_SECONDS = 10.0  # far less than a request to the compile process may take
 
 
 class Compiled(NamedTuple):
@@ -46,10 +48,22 @@ class Compiled(NamedTuple):
     resources: Resources
 
 
-def compile_source(source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> Artifact:
-    """Compile all passes of a source under each of the assumptions. Raises CompilerError."""
+def compile_source(
+    source: TritonSource, target: str, assumptions: Sequence[Assumptions], reads_code: bool = False
+) -> Artifact:
+    """Compile all passes of a source under each of the assumptions. Raises CompilerError.
+
+    ``reads_code``: the images under the strongest assumptions, which nearly all calls use, say what their code does, if
+    there is a disassembler that can read them.
+    """
     found = compiled_kernels(source, target, assumptions)
-    return Artifact(source, target, tuple(_image(*item) for item in found))
+    made = Artifact(source, target, tuple(_image(*item) for item in found))
+    if not reads_code:
+        return made
+    usual, backend = made.assumptions[0], parse_target(target).backend
+    codes = [_machine_code(item.kernel, backend) if item.assumptions == usual else None for item in found]
+    images = zip(made.images, codes, strict=True)
+    return dataclasses.replace(made, images=tuple(dataclasses.replace(image, code=code) for image, code in images))
 
 
 def compiled_kernels(source: TritonSource, target: str, assumptions: Sequence[Assumptions]) -> list[Compiled]:
@@ -169,6 +183,16 @@ def _read_amd(kernel: Any, log: str, threads: int) -> Resources:
 
 
 _READERS = {"cuda": _read_nvidia, "hip": _read_amd}
+
+
+def _machine_code(kernel: Any, backend: str) -> MachineCode | None:
+    """What the instructions of a kernel do; None where nothing here can read them."""
+    try:
+        if backend == "hip":
+            return read_amd(kernel.asm["amdgcn"])
+        return read_nvidia(disassemble(bytes(kernel.kernel), nvidia_tool("nvdisasm"), _DISASSEMBLER_SECONDS))
+    except CompilerError:
+        return None
 
 
 # ---- what compilers print -----------------------------------------------------------------------------------

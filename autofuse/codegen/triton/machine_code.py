@@ -3,20 +3,24 @@
 In: the disassembly of a cubin (`disassemble`) or the AMD assembler's text. Out: counts of instructions by kind, bytes
 of each access. Guarantee: nothing is run and nothing is timed. Counts are of instructions in the text, not of those
 that run: a loop's body counts once. Sources: NVIDIA's CUDA Binary Utilities (instructions of sm_80 and sm_90), AMD's
-CDNA 3 instruction set guide. Free of torch and of Triton.
+CDNA 3 instruction set guide. Free of torch and of Triton, whose wheel has the disassembler.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from autofuse.errors import CompilerError
+
+_WIDE = ("loads", "stores")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,24 @@ class MachineCode:
     special: int  # exponentials, reciprocals, roots and so on in their own unit
     matrix: int  # products of tiles
 
+    def to_json(self) -> dict[str, Any]:
+        """The counts; widths are text, as JSON has keys."""
+        widths = {name: {str(width): n for width, n in getattr(self, name).items()} for name in _WIDE}
+        return asdict(self) | widths
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        widths = {name: {int(width): n for width, n in data[name].items()} for name in _WIDE}
+        return cls(**{**data, **widths})
+
+
+def total(codes: Sequence[MachineCode]) -> MachineCode:
+    """The counts of several kernels together."""
+    found = [asdict(code) for code in codes]
+    loads, stores = (dict(sorted(sum((Counter(f[name]) for f in found), Counter()).items())) for name in _WIDE)
+    counts = {name: sum(f[name] for f in found) for name in found[0] if name not in _WIDE}
+    return MachineCode(loads=loads, stores=stores, **counts)
+
 
 # ---- reading --------------------------------------------------------------------------------------------------
 
@@ -43,12 +65,27 @@ _AMD_WIDTHS = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "sshort": 2, "sho
 _AMD_SPECIAL = re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_")
 
 
-def disassemble(cubin: bytes, nvdisasm: Path) -> str:
-    """The text of a cubin. Raises CompilerError where the disassembler cannot read it."""
+def nvidia_tool(name: str) -> Path:
+    """A tool of NVIDIA's in Triton's wheel, such as ``nvdisasm``. Raises CompilerError where it is missing."""
+    found = importlib.util.find_spec("triton")
+    path = Path(str(found and found.origin)).parent / "backends" / "nvidia" / "bin" / name
+    if not path.exists():
+        raise CompilerError(f"expected Triton's wheel with {path}: pip install 'autofuse[gpu]'")
+    return path
+
+
+def disassemble(cubin: bytes, nvdisasm: Path, timeout_seconds: float = 120.0) -> str:
+    """The text of a cubin. Raises CompilerError where the disassembler cannot read it, or not in time.
+
+    It takes 0.4 s, whatever the kernel: it unpacks its tables of all architectures each time.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, timeout=120)
+        try:
+            done = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, timeout=timeout_seconds)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise CompilerError(f"expected {nvdisasm} to run, found: {error}") from None
     if done.returncode != 0:
         raise CompilerError(f"expected nvdisasm to read a cubin, found: {done.stderr.strip()[:200]}")
     return done.stdout

@@ -12,8 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from autofuse.codegen.triton.artifact import Artifact, Image
+from autofuse.codegen.triton.machine_code import total
 from autofuse.errors import CompilerError
 
 
@@ -92,8 +94,14 @@ def _problems(image: Image, limits: DeviceLimits, may_spill: bool) -> Iterator[s
         yield f"takes {registers} registers for each of {taken.threads} threads, the device has {limits.registers}"
 
 
-def total_resources(artifact: Artifact) -> dict[str, int | str]:
-    """What the store keeps of an artifact for people to read: the most that any of its kernels takes."""
+def total_resources(artifact: Artifact) -> dict[str, Any]:
+    """What the store keeps of an artifact for people to read.
+
+    The most that any of its kernels takes; as ``code``, where all of it has been read, what the machine code for the
+    usual call does in its launches together (`machine_code.MachineCode`).
+    """
     names = ("registers", "spill_bytes", "shared_bytes", "threads")
     most = {name: max(getattr(image.resources, name) for image in artifact.images) for name in names}
-    return {"target": artifact.target, **most}
+    codes = [image.code for image in artifact.images if image.code is not None]
+    is_read = len(codes) == len(artifact.source.passes)
+    return {"target": artifact.target, **most, **({"code": total(codes).to_json()} if is_read else {})}

@@ -52,7 +52,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         source = TritonSource.from_json(request["source"])
         assumptions = [Assumptions(is_aligned, tuple(divisible)) for is_aligned, divisible in request["assumptions"]]
-        artifact = compile_source(source, request["target"], assumptions)
+        artifact = compile_source(source, request["target"], assumptions, request["reads_code"])
         return {"ok": True, "artifact": base64.b64encode(artifact.pack()).decode()}
     except PipeClosed:
         raise

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from autofuse.codegen.triton import key as keys
 from autofuse.codegen.triton.artifact import Artifact, Image
 from autofuse.codegen.triton.key import clean_environment, compile_key, find_triton, kernel_record, options_for
 from autofuse.codegen.triton.knobs import triton_knobs
+from autofuse.codegen.triton.machine_code import nvidia_tool
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.resources import Resources
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
@@ -216,6 +218,29 @@ def test_the_record_of_an_artifact(compiler: TritonCompiler) -> None:
         "shared_bytes": max(r.shared_bytes for r in taken),
         "threads": 128,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
+def test_what_the_usual_code_does_is_stored_where_it_is_asked_for(compiler: TritonCompiler, target: str) -> None:
+    artifact = compiler.compile(two_passes(), target, [NOTHING_ASSUMED, STRONG], reads_code=True)
+    assert Artifact.unpack(artifact.pack()) == artifact
+    codes = [image.code for image in images_of(artifact, STRONG)]
+    assert [image.code for image in images_of(artifact, NOTHING_ASSUMED)] == [None, None]
+    assert all(code is not None and code.loads and code.stores for code in codes)
+    stored = kernel_record(artifact).resources["code"]
+    assert stored["instructions"] == sum(code.instructions for code in codes if code is not None)
+    part = dataclasses.replace(artifact, images=images_of(artifact, STRONG)[:1])
+    assert "code" not in total_resources(part)  # of half a call nothing is said
+
+
+def test_code_that_nothing_here_can_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autofuse.codegen.triton import compile as compiling
+
+    kernel = SimpleNamespace(kernel=b"no cubin", asm={"amdgcn": "no code"})
+    assert compiling._machine_code(kernel, "cuda") is compiling._machine_code(kernel, "hip") is None
+    monkeypatch.setattr(compiling, "nvidia_tool", lambda name: nvidia_tool("none_of_that_name"))
+    made = compiling.compile_source(elementwise(), "cuda:90", [NOTHING_ASSUMED], reads_code=True)
+    assert made.images[0].code is None and "code" not in total_resources(made)
 
 
 def test_keys_need_neither_triton_nor_torch() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +10,16 @@ import pytest
 
 from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower
+from autofuse.codegen.triton.artifact import Image
 from autofuse.codegen.triton.knobs import triton_knobs
-from autofuse.codegen.triton.machine_code import MachineCode, disassemble, read_amd, read_nvidia
+from autofuse.codegen.triton.machine_code import (
+    MachineCode,
+    disassemble,
+    nvidia_tool,
+    read_amd,
+    read_nvidia,
+    total,
+)
 from autofuse.codegen.triton.printer import print_triton
 from autofuse.codegen.triton.resources import Resources, occupancy
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, natural_assumptions
@@ -57,12 +65,6 @@ def compiler() -> Iterator[TritonCompiler]:
         yield opened
 
 
-def nvdisasm() -> Path:
-    spec = importlib.util.find_spec("triton")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-
-
 def test_nvidias_instructions_are_counted_by_kind() -> None:
     assert read_nvidia(SASS) == MachineCode(
         12, {2: 1, 4: 1, 16: 1}, {8: 1}, local=1, barriers=1, shuffles=1, special=1, matrix=1
@@ -79,7 +81,25 @@ def test_other_text_is_refused(read: object) -> None:
     with pytest.raises(CompilerError, match="expected instructions of an"):
         read("no code at all")
     with pytest.raises(CompilerError, match="expected nvdisasm to read a cubin"):
-        disassemble(b"no cubin", nvdisasm())
+        disassemble(b"no cubin", nvidia_tool("nvdisasm"))
+
+
+def test_a_disassembler_that_is_missing_or_slow_is_an_error_of_compilation() -> None:
+    with pytest.raises(CompilerError, match=r"expected Triton's wheel with .*no_such_tool: pip install"):
+        nvidia_tool("no_such_tool")
+    with pytest.raises(CompilerError, match="expected /no/such/nvdisasm to run, found"):
+        disassemble(b"", Path("/no/such/nvdisasm"))
+    with pytest.raises(CompilerError, match=r"to run, found: .* timed out after 0.0 seconds"):
+        disassemble(b"", nvidia_tool("nvdisasm"), timeout_seconds=0.0)
+
+
+def test_counts_are_added_up_and_survive_json() -> None:
+    nvidia, amd = read_nvidia(SASS), read_amd(AMD)
+    both = total([nvidia, amd])
+    assert both == MachineCode(
+        20, {1: 1, 2: 1, 4: 1, 16: 2}, {8: 2}, local=1, barriers=2, shuffles=3, special=2, matrix=1
+    )
+    assert total([nvidia]) == nvidia == MachineCode.from_json(json.loads(json.dumps(nvidia.to_json())))
 
 
 @pytest.mark.parametrize(
@@ -103,19 +123,34 @@ def test_a_device_that_is_in_no_table() -> None:
     assert occupancy(Resources(32, 0, 0, 256), "cuda:75") is None
 
 
-@pytest.mark.parametrize("target", ["cuda:80", "cuda:90"])
-@pytest.mark.parametrize("name", ["unary_gelu", "softmax", "gelu_backward"])
-def test_aligned_rows_are_read_sixteen_bytes_at_a_time(compiler: TritonCompiler, name: str, target: str) -> None:
+def images_of(compiler: TritonCompiler, name: str, target: str) -> tuple[Image, ...]:
+    """A case's kernels by their defaults, for aligned tensors and sizes that 16 divides."""
     form = CASES[name].form()
     kernel, values = lower(form), dict.fromkeys(form.symbols, 1024)
     source = print_triton(kernel, default_config(triton_knobs(kernel, values, values)))
-    for image in compiler.compile(source, target, [natural_assumptions(form.symbols, values)]).images:
-        code = read_nvidia(disassemble(image.image, nvdisasm()))
-        assert set(code.loads) == {16} and set(code.stores) == {16} and code.local == 0
+    return compiler.compile(source, target, [natural_assumptions(form.symbols, values)], reads_code=True).images
+
+
+@pytest.mark.parametrize("target", ["cuda:80", "cuda:90"])
+@pytest.mark.parametrize("name", ["unary_gelu", "softmax", "gelu_backward"])
+def test_aligned_rows_are_read_sixteen_bytes_at_a_time(compiler: TritonCompiler, name: str, target: str) -> None:
+    for image in images_of(compiler, name, target):
+        assert image.code is not None and image.code.local == 0
+        assert set(image.code.loads) == {16} and set(image.code.stores) == {16}
         held = occupancy(image.resources, target)
         assert held is not None and held.share >= 0.5
 
 
+@pytest.mark.parametrize(
+    "name", ["lerp", "add_bias_gelu", "rms_norm_parts", "layer_norm_plain", "log_softmax_backward", "sum_first"]
+)
+def test_whatever_is_aligned_is_read_sixteen_bytes_at_a_time(compiler: TritonCompiler, name: str) -> None:
+    """Sums of columns are written by as many threads as there are columns, four bytes each."""
+    first, *_ = images_of(compiler, name, "cuda:90")
+    assert first.code is not None and set(first.code.loads) == {16}
+    assert set(first.code.stores) == ({4} if name == "sum_first" else {16})
+
+
 def test_spilled_registers_are_memory_of_a_thread(compiler: TritonCompiler) -> None:
-    (image,) = compiler.compile(spilling(), "cuda:90", [NOTHING_ASSUMED]).images
-    assert read_nvidia(disassemble(image.image, nvdisasm())).local > 100
+    (image,) = compiler.compile(spilling(), "cuda:90", [NOTHING_ASSUMED], reads_code=True).images
+    assert image.code is not None and image.code.local > 100
