@@ -97,6 +97,9 @@ class TwinBench:
     def default(self, values: Sequence[int]) -> Config:
         return make_config({"twin": 0})
 
+    def rank(self, values: Sequence[int]) -> None:
+        return None
+
     def build(
         self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
     ) -> list[Built | CandidateProblem]:

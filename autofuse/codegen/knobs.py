@@ -6,13 +6,14 @@ configuration of all defaults; `CONTRACT`, a knob of every kernel, whatever prin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from autofuse.ir.records import Config, make_config
 
 Choice = int | str | bool
 Sizes = Mapping[str, int]  # values of a node's symbols
+Rank = Callable[[Config], float]  # the cost that a model expects of a configuration, in any unit
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,14 @@ from typing import Protocol
 from autofuse.codegen.c.build import Tend, Toolchain
 from autofuse.codegen.c.printer import CSource
 from autofuse.codegen.generator import FusionKernelGenerator
-from autofuse.codegen.knobs import Knob, Sizes, contracts, printed
+from autofuse.codegen.knobs import Knob, Rank, Sizes, contracts, printed
+from autofuse.codegen.lowering.lower import lowered
+from autofuse.codegen.templates import LOOP
 from autofuse.codegen.triton.artifact import Artifact
 from autofuse.codegen.triton.generator import TritonKernelGenerator
 from autofuse.codegen.triton.key import compile_key as triton_key
 from autofuse.codegen.triton.key import kernel_record
+from autofuse.codegen.triton.ranking import Ranking, rates_of
 from autofuse.codegen.triton.source import NOTHING_ASSUMED, Assumptions, TritonSource, natural_assumptions
 from autofuse.codegen.triton.targets import limits_of, prune_reason, target_of
 from autofuse.errors import CompilerError
@@ -48,6 +51,9 @@ class Backend(Protocol):
     def knobs(self, form: NodeForm, printer: str, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
         """The knobs of a template's kernels that are timed on ``values``, in a bucket that ends at ``high``."""
 
+    def rank(self, form: NodeForm, printer: str, values: Sizes) -> Rank | None:
+        """What a model expects a template's kernels to cost on ``values``; None where there is no model of them."""
+
     def recipe(
         self,
         form: NodeForm,
@@ -72,6 +78,9 @@ class CBackend:
 
     def knobs(self, form: NodeForm, printer: str, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
         return self._generator.knobs(form, values, high, printer)
+
+    def rank(self, form: NodeForm, printer: str, values: Sizes) -> Rank | None:
+        return None
 
     def recipe(
         self,
@@ -101,6 +110,9 @@ class _TritonText:
     def knobs(self, form: NodeForm, printer: str, values: Sizes, high: Sizes) -> tuple[Knob, ...]:
         return self._generator.knobs(form, values, high, printer)
 
+    def rank(self, form: NodeForm, printer: str, values: Sizes) -> Rank | None:
+        return None
+
     def _source(self, form: NodeForm, printer: str, config: Config, constants: Sizes) -> TritonSource:
         source = self._generator.source(form, printed(config), constants, printer)
         return replace(source, contracts=contracts(config))
@@ -116,7 +128,14 @@ class TritonBackend(_TritonText):
         self.worker_arguments: tuple[str, ...] = (device_key,)
         self._target = target_of(isa_of(device_key))
         self._limits = limits_of(self._target)
+        self._rates = rates_of(self._target, multiprocessors_of(device_key))
         self._compile = compiler
+
+    def rank(self, form: NodeForm, printer: str, values: Sizes) -> Rank | None:
+        """Of loops; products and attention have no model, and neither have GPUs that are not known."""
+        if printer != LOOP or self._rates is None:
+            return None
+        return Ranking(lowered(form), values, self._rates)
 
     def recipe(
         self,
@@ -182,3 +201,9 @@ def isa_of(device_key: str) -> str:
     if found is None:
         raise CompilerError(f"expected a key with the architecture of a GPU, such as sm_90, found {device_key}")
     return found
+
+
+def multiprocessors_of(device_key: str) -> int:
+    """How many a GPU has, as the key of its model says before the architecture; 0 where it does not."""
+    before = device_key.rpartition(f":{isa_of(device_key)}")[0].rpartition(":")[2]
+    return int(before) if before.isdigit() else 0

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from autofuse.codegen.knobs import CONTRACT, Knob, Sizes, default_config
+from autofuse.codegen.knobs import CONTRACT, Knob, Rank, Sizes, default_config
 from autofuse.codegen.templates import LOOP
 from autofuse.errors import AutofuseError, CompilerError, CompilerNotReady
 from autofuse.ir.operation import NodeForm
@@ -53,6 +53,9 @@ class Bench(Protocol):
 
     def default(self, values: Sequence[int]) -> Config:
         """The configuration from which the search starts for these sizes."""
+
+    def rank(self, values: Sequence[int]) -> Rank | None:
+        """What a model expects configurations to cost for these sizes; None where there is no model."""
 
     def build(
         self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
@@ -238,6 +241,9 @@ class NodeBenchmarks:
 
     def default(self, values: Sequence[int]) -> Config:
         return default_config(self.knobs(values))
+
+    def rank(self, values: Sequence[int]) -> Rank | None:
+        return self._provider.backend.rank(self.form, self._printer, self._named(values))
 
     def build(
         self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()

@@ -45,7 +45,7 @@ class Explorer:
         variant = bench.variants[0 if contest.form.symbols else 1]
         starts = list(dict.fromkeys([bench.default(values), *self._seeds]))
         wave = min(len(starts), self._limits.wave) if self._seeds else self._limits.wave
-        search = ConfigSearch(bench.knobs(values), starts, self._limits.trials)
+        search = ConfigSearch(bench.knobs(values), starts, self._limits.trials, rank=bench.rank(values))
         entrants: dict[str, Entrant] = {}
         failed: set[str] = set()
         while configs := search.ask(wave):

@@ -74,6 +74,9 @@ class StrategyBenchmarks(NodeBenchmarks):
             )
         return (Knob(STRATEGY, self.names, self.names[0], "which program runs the node"),)
 
+    def rank(self, values: Sequence[int]) -> None:
+        return None
+
     def default(self, values: Sequence[int]) -> Config:
         return make_config({STRATEGY: self.names[0]})
 

@@ -7,19 +7,23 @@ Guarantee: equal recordings and seeds give equal answers; simulated seconds pass
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
-from autofuse.codegen.knobs import Knob
+from autofuse.codegen.knobs import Knob, Rank
 from autofuse.db.rows import StoredMeasurement
-from autofuse.ir.records import Bucket, Candidate, CompileKey, Config, KernelRecord
+from autofuse.ir.records import Bucket, Candidate, CompileKey, Config, KernelRecord, make_config
 from autofuse.tuner.benchmark_provider import Bench, Built
 from autofuse.tuner.cases import CheckCase
+from autofuse.tuner.outcome import WAVE
+from autofuse.tuner.search import ConfigSearch
 from autofuse.tuner.timing import Call, RaceResult, RaceRules, race
 from autofuse.tuner.worker_process import CandidateProblem
 
 COMPILE_SECONDS = 0.1
 CHECK_SECONDS = 0.01
+LARGE = tuple(Knob(f"k{i}", (1, 2, 4, 8), 1, "") for i in range(5))  # 1024 configurations
 
 
 class RecordedBench(Bench):
@@ -35,10 +39,11 @@ class RecordedBench(Bench):
         seed: int = 0,
         problems: Mapping[Config, CandidateProblem] | None = None,
         differing: Mapping[Config, int] | None = None,
+        rank: Rank | None = None,
     ) -> None:
         """``times_us``: a call of each configuration; others fail to compile. ``noise``: of log-normal samples.
         ``problems``: configurations that fail their check, and how. ``differing``: those whose bits are not eager's,
-        and in which comparison of bits this shows first."""
+        and in which comparison of bits this shows first. ``rank``: what a model expects."""
         self._knobs = tuple(knobs)
         self._times_us = dict(times_us)
         self._eager_us = eager_us
@@ -46,6 +51,7 @@ class RecordedBench(Bench):
         self._random = random.Random(seed)
         self._problems = dict(problems or {})
         self._differing = dict(differing or {})
+        self._rank = rank
         self._compared: dict[Config, int] = {}
         self._now = 0.0
         self.built: list[Config] = []  # in the order in which they were asked for
@@ -75,6 +81,9 @@ class RecordedBench(Bench):
 
     def default(self, values: Sequence[int]) -> Config:
         return tuple(sorted((knob.name, knob.default) for knob in self._knobs))
+
+    def rank(self, values: Sequence[int]) -> Rank | None:
+        return self._rank
 
     def build(
         self, candidates: Sequence[Candidate], values: Sequence[int], others: Sequence[Sequence[int]] = ()
@@ -121,6 +130,45 @@ class RecordedBench(Bench):
             self._now += microseconds * 1e-6 * self._random.lognormvariate(0.0, self._noise)
 
         return pass_time
+
+
+def whole_space(knobs: tuple[Knob, ...]) -> list[Config]:
+    names = [knob.name for knob in knobs]
+    spaces = itertools.product(*(knob.choices for knob in knobs))
+    return [make_config(dict(zip(names, values, strict=True))) for values in spaces]
+
+
+def bowl(seed: int) -> dict[Config, float]:
+    """Times with one optimum somewhere, each knob with a weight of its own, and 3 % of roughness."""
+    chance = random.Random(seed)
+    best = [chance.randrange(4) for _ in LARGE]
+    weights = [chance.uniform(1.0, 8.0) for _ in LARGE]
+    times = {}
+    for config in whole_space(LARGE):
+        places = [knob.choices.index(value) for knob, (_, value) in zip(LARGE, config, strict=True)]
+        distance = sum(w * (p - b) ** 2 for w, p, b in zip(weights, places, best, strict=True))
+        times[config] = (1000.0 + 10.0 * distance) * chance.uniform(1.0, 1.03)
+    return times
+
+
+def trials_until_near(
+    knobs: Sequence[Knob], times: Mapping[Config, float | None], rank: Rank | None, budget: int, seed: int
+) -> int:
+    """Trials of one search until one of them is within 5 % of the best; one more than it has where none is.
+
+    The search is asked in waves, as a job does it, and told times with 2 % of noise. ``times``: of the whole space,
+    None where a configuration fails; ``seed``: of the sampler and of the noise.
+    """
+    chance = random.Random(seed)
+    search, tried = ConfigSearch(knobs, [], budget, seed, rank), 0
+    enough = 1.05 * min(us for us in times.values() if us is not None)
+    while configs := search.ask(WAVE):
+        for config in configs:
+            us, tried = times[config], tried + 1
+            if us is not None and us <= enough:
+                return tried
+            search.tell(config, None if us is None else us * chance.lognormvariate(0.0, 0.02))
+    return min(budget, len(times)) + 1
 
 
 def recorded_times(rows: Iterable[StoredMeasurement], bucket: Bucket) -> tuple[dict[Config, float], float]:

@@ -16,21 +16,14 @@ from autofuse.tuner.search import ConfigSearch
 from autofuse.tuner.tune_node import Job
 from autofuse.tuner.worker_process import CandidateProblem
 from tests.tuner.nodes import chain_form, request
-from tests.tuner.replay import RecordedBench, recorded_times
+from tests.tuner.replay import LARGE, RecordedBench, bowl, recorded_times, whole_space
 
 KNOBS = (Knob("a", (1, 2, 4, 8), 1, ""), Knob("b", ("x", "y"), "x", ""), Knob("c", (False, True), False, ""))
-LARGE = tuple(Knob(f"k{i}", (1, 2, 4, 8), 1, "") for i in range(5))  # 1024 configurations
 
 
 def cost_of(config: Config) -> float:
     values = dict(config)
     return abs(values["a"] - 4) + (values["b"] == "x") * 2.0 + values["c"] * 0.5 + 1.0  # type: ignore[operator]
-
-
-def whole_space(knobs: tuple[Knob, ...]) -> list[Config]:
-    names = [knob.name for knob in knobs]
-    spaces = itertools.product(*(knob.choices for knob in knobs))
-    return [make_config(dict(zip(names, values, strict=True))) for values in spaces]
 
 
 def search_all(search: ConfigSearch, costs: dict[Config, float], wave: int = 4) -> ConfigSearch:
@@ -39,19 +32,6 @@ def search_all(search: ConfigSearch, costs: dict[Config, float], wave: int = 4) 
         for config in configs:
             search.tell(config, costs.get(config))
     return search
-
-
-def bowl(seed: int) -> dict[Config, float]:
-    """Times with one optimum somewhere, each knob with a weight of its own, and 3 % of roughness."""
-    chance = random.Random(seed)
-    best = [chance.randrange(4) for _ in LARGE]
-    weights = [chance.uniform(1.0, 8.0) for _ in LARGE]
-    times = {}
-    for config in whole_space(LARGE):
-        places = [knob.choices.index(value) for knob, (_, value) in zip(LARGE, config, strict=True)]
-        distance = sum(w * (p - b) ** 2 for w, p, b in zip(weights, places, best, strict=True))
-        times[config] = (1000.0 + 10.0 * distance) * chance.uniform(1.0, 1.03)
-    return times
 
 
 def test_a_small_space_is_stepped_through_and_nothing_is_asked_twice() -> None:

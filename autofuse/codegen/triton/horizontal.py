@@ -28,7 +28,7 @@ class NestsProgram(Program):
         self.kernel = kernel
         nests = (dataclasses.replace(kernel, rest=()), *kernel.rest)
         self.nests = [
-            OneTile(dataclasses.replace(nest, name=f"{kernel.name}_{k}"), _with_tile(config, nest, k), constants, True)
+            OneTile(dataclasses.replace(nest, name=f"{kernel.name}_{k}"), nest_config(config, nest, k), constants, True)
             for k, nest in enumerate(nests)
         ]
 
@@ -55,7 +55,7 @@ class NestsProgram(Program):
         return Piece(text, dataclasses.replace(kernel.launch, beside=beside))
 
 
-def _with_tile(config: Config, nest: LoopKernel, number: int) -> Config:
+def nest_config(config: Config, nest: LoopKernel, number: int) -> Config:
     """The configuration with the sides of a nest's tile.
 
     A tile has as many columns as it may, but is square where some tensor has its neighbours in memory along rows.
