@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from common import arguments, chosen, commit, encode_rows, parse, print_end, save
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where the tests' cases are
 
 from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower

@@ -19,6 +19,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, arguments, chosen, commit, encode_rows, parse, print_end, save
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where the tests' cases are
+
 from ranking_landscapes import OUT, TARGET, Device, times_of
 
 from autofuse.codegen.knobs import Knob, Rank

@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where the tests' cases are
 
 from autofuse.codegen.call import torch_dtype
 from autofuse.codegen.knobs import Choice, Knob

@@ -33,3 +33,11 @@ def test_every_name_that_is_imported_from_autofuse_exists() -> None:
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(paths) > 100
     assert [line for path in paths for line in missing(path)] == []
+
+
+def test_benchmarks_find_the_tests_that_they_import() -> None:
+    """A benchmark is run by its path, with its own folder on Python's path and not the checkout."""
+    texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    run = [name for name, text in texts.items() if "__main__" in text and ("from tests" in text or "from ptx" in text)]
+    assert "gpu_static.py" in run
+    assert [name for name in run if "sys.path.insert" not in texts[name]] == []
