@@ -22,7 +22,11 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from autofuse.capture.guarded_call import UTILITIES, DirectCall, Unrecorded, plain_call
 
 _AT_BREAKS = {"backward"}
-_MARKS = {"record_pregraph_bytecode_enter", "record_pregraph_bytecode_exit"}
+# What Dynamo's code takes from its utilities: marks for a profiler, and the sizes of inputs that vary.
+_OF_UTILITIES = {
+    "record_pregraph_bytecode_enter", "record_pregraph_bytecode_exit",
+    "call_size", "call_stride", "call_storage_offset",
+}  # fmt: skip
 _PLAIN_ARGUMENTS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 _MAX_PIECES = 8  # versions of one piece, for other shapes and flags
 
@@ -79,7 +83,7 @@ def _piece(code: CodeType, function: FunctionType, backend: Any) -> FunctionType
             names[name] = following = _Following(found[name], backend)
             if not following.is_whole:
                 return None
-        elif name not in _AT_BREAKS and name not in _MARKS:
+        elif name not in _AT_BREAKS and name not in _OF_UTILITIES:
             return None
     return FunctionType(code, names, function.__name__, function.__defaults__, None)
 

@@ -122,7 +122,9 @@ class Unrecorded:
     """Dynamo's utilities without its marks for torch's profiler, 3 us a call whether it records or not."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(utils, name)
+        found = getattr(utils, name)
+        setattr(self, name, found)  # later calls find it at once
+        return found
 
     @staticmethod
     def record_pregraph_bytecode_enter() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,7 @@ from autofuse.runtime.root_steps import OpenStep, Shape, Sizes, TimedStep
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
     from autofuse.runtime.peak_memory import RootPeaks
+    from autofuse.runtime.plans import RanPlans
 
 PAIRED = 3  # captured calls of a shape, at least, before a held-out one is compared with them
 # With more signatures than this, each is rare: all calls are timed.
@@ -72,6 +74,7 @@ class GraphTrial:
         self._sizes: dict[str, Sizes] = {}
         self._newest: Shape | None = None
         self._held_out = self._new_held_out()
+        self._changes = Counter[int]()  # of the kernels that calls of each magnitude run
         self._resting: dict[int, int] = {}  # calls left, by magnitude
         self._rests: dict[int, int] = {}  # how often each has rested
         self._is_marked = False  # plans of the open step are recorded
@@ -112,12 +115,12 @@ class GraphTrial:
             self._is_watched = False
             return Held.RESTING
         self._held_out.count_to(number - 1)
-        held = self._held_out.next(context.disturbances, shape.is_new, has_pair, shape.is_short, size)
+        held = self._held_out.next(self._changes[size], shape.is_new, has_pair, shape.is_short, size)
         self._is_watched = False
         if self._peaks is not None and held is Held.NO and has_pair and self._is_settled(shape):
             watch = self._peaks.begin(shape.sizes.text, shape.elements, number)
             self._is_watched, held = watch is not None, Held.COLD if watch else Held.NO
-        if shape.fused_at != context.disturbances:
+        if shape.noted_at != context.disturbances:
             context.mark_plans(self)
             self._is_marked = True
         return held
@@ -143,7 +146,7 @@ class GraphTrial:
 
     def _is_settled(self, shape: Shape) -> bool:
         """Whether the kernels of a shape are final."""
-        return shape.fused_at == self._context.disturbances and not self._tuning.expects_more()
+        return shape.noted_at == self._context.disturbances and not self._tuning.expects_more()
 
     def begin(self, shape: Shape | None, held: Held, number: int, now: float, stretch: Stretch | None = None) -> None:
         """Begin the chosen call, and with it a step; ``shape``: None where nothing is compared."""
@@ -163,7 +166,7 @@ class GraphTrial:
         shapes = self.shapes
         if self._resting or self._is_watched or not shape.is_short or len(shapes) > MAX_BRIEF:
             return 0
-        if shape.fused_at != self._context.disturbances:
+        if shape.noted_at != self._context.disturbances:
             return 0
         if self._peaks is not None and self._peaks.is_half_known(shape.sizes.text, shape.elements):
             return 0
@@ -200,7 +203,7 @@ class GraphTrial:
         self.opened = None
         step_us = (now - began) * 1e6
         self.total_us += step_us
-        fused = self._context.fused_since_mark(self) if self._is_marked else 0
+        ran = self._context.plans_since_mark(self) if self._is_marked else None
         self._is_marked = False
         if is_watched and self._peaks is not None and shape is not None:
             is_changed = disturbances != self._context.disturbances or not self.is_on
@@ -210,14 +213,9 @@ class GraphTrial:
             return
         context = self._context
         is_disturbed = disturbances != context.disturbances
-        if shape.fused_at != disturbances and held is Held.NO:
-            if fused != shape.fused:
-                if shape.is_counted:  # earlier measurements are no longer valid
-                    shape.sizes.recent.clear()
-                    self.verdicts.clear()
-                    self.gain = 0.0
-                shape.fused, shape.is_counted = fused, True
-            shape.fused_at = -1 if is_disturbed else disturbances
+        if ran is not None and held is Held.NO:
+            self._note(shape, ran)
+            shape.noted_at = -1 if is_disturbed else disturbances
         is_left_out = is_disturbed or is_watched or held is Held.COLD
         if not self.on_gpu:
             self._add_step(opened, 0.0 if is_left_out else step_us)
@@ -227,6 +225,15 @@ class GraphTrial:
             self.late.add(None, lambda _: self._add_step(opened, 0.0))  # after those before it
         else:
             self.late.add(stretch, partial(self._add_late_step, opened))
+
+    def _note(self, shape: Shape, ran: RanPlans) -> None:
+        """Note which plans calls of a shape run. New kernels elsewhere in the process say nothing of this graph's."""
+        if shape.ran is not None and ran.versions != shape.ran.versions:  # earlier measurements are no longer valid
+            shape.sizes.recent.clear()
+            self.verdicts.clear()
+            self.gain = 0.0
+            self._changes[magnitude(shape.elements)] += 1
+        shape.ran = ran
 
     def _add_late_step(self, opened: OpenStep, nanoseconds: int | None) -> None:
         self._context.untimed_steps += nanoseconds is None
@@ -239,7 +246,7 @@ class GraphTrial:
         assert shape is not None
         held_out = held is not Held.NO
         if self._context.store_thread.usable:  # else nobody takes them
-            fused = 0 if held_out else shape.fused
+            fused = 0 if held_out or shape.ran is None else shape.ran.fused_nodes
             self._context.steps.append(
                 TimedStep(self.key, shape.sizes.text, held_out, fused, number, step_us, shape.elements)
             )

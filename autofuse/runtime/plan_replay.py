@@ -65,6 +65,11 @@ class PlanReplay:
             self._plan.native = None
         self._release()
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the CUDA graph has won."""
+        return self._step == self._replayed
+
     def evict(self) -> None:
         """Make room for others; under the pool's lock."""
         self._after *= 2

@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -65,6 +65,13 @@ class Timer(Protocol):
         """Seconds of the pairs of events that have finished since the last call."""
 
 
+class RanPlans(NamedTuple):
+    """The plans that ran in a step of a root, as they were then."""
+
+    fused_nodes: int
+    versions: frozenset[tuple[int, int, bool]]  # of each plan its number, its version, whether it ran as a CUDA graph
+
+
 class Replay(Protocol):
     """The plan's call as a CUDA graph, see `runtime.plan_replay`."""
 
@@ -73,6 +80,10 @@ class Replay(Protocol):
 
     def close(self) -> None:
         """The plan has other callables, or is gone."""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the CUDA graph has won."""
 
 
 class Untimed:
@@ -155,6 +166,7 @@ class Plan:
         self.count = 0  # calls; the generated code counts
         self.count_before = 0  # calls at the last eviction
         self.fused_nodes = 0
+        self.version = 0  # changes of its callables so far
         self.skipped = [0] * len(scope.program.skips)  # calls in which half of an attention ran as a whole
         self.is_resolved = False  # the catalogue has been queried about its nodes
         program = scope.program
@@ -186,6 +198,7 @@ class Plan:
     def set_calls(self, calls: tuple[NodeCall | None, ...]) -> None:
         """Change the callables, from the next call on."""
         self.calls = calls
+        self.version += 1
         scope = self._scope
         if scope.replay is not None:
             self.close()
@@ -198,6 +211,11 @@ class Plan:
         """Let go of its CUDA graph."""
         if self._replay is not None:
             self._replay.close()
+
+    @property
+    def as_it_runs(self) -> tuple[int, int, bool]:
+        """See `RanPlans`."""
+        return self.number, self.version, self._replay is not None and self._replay.is_chosen
 
     @property
     def is_decided(self) -> bool:

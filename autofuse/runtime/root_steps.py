@@ -16,6 +16,7 @@ from autofuse.observer.held_out import Held
 
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
+    from autofuse.runtime.plans import RanPlans
 
 
 class TimedStep(NamedTuple):
@@ -60,7 +61,7 @@ class Shape:
     """One signature of a captured root: shapes of its arguments, training mode, gradients."""
 
     __slots__ = (
-        "direct", "elements", "fused", "fused_at", "is_counted", "is_eager", "is_new", "is_short", "learnt", "sizes",
+        "direct", "elements", "is_eager", "is_new", "is_short", "learnt", "noted_at", "ran", "sizes",
     )  # fmt: skip
 
     def __init__(self, sizes: Sizes, elements: int, direct: tuple[DirectCall, ...], is_eager: bool) -> None:
@@ -71,11 +72,10 @@ class Shape:
         self.is_new = True
         self.is_short = False  # its known calls
         self.learnt = 0  # calls through Dynamo
-        self.fused = 0  # nodes on fused kernels in a step
-        self.is_counted = False
-        self.fused_at = -1  # the session's disturbances when they were counted
+        self.ran: RanPlans | None = None  # in a step, None where none was looked at
+        self.noted_at = -1  # the session's disturbances at that step
 
     def forget(self) -> None:
         """Forget the shape's trace, and the step times with it."""
-        self.direct, self.is_new, self.learnt, self.fused_at = (), True, 0, -1
+        self.direct, self.is_new, self.learnt, self.noted_at = (), True, 0, -1
         self.sizes.recent.clear()

@@ -150,12 +150,12 @@ class GraphRouter:
         self._noted[whose] = set()
         self.lookup = _Noting(self)
 
-    def fused_in_noted(self, whose: object) -> int:
-        """Nodes on fused kernels in the plans that have run since then; ends the recording. 0 if there was none."""
+    def noted_plans(self, whose: object) -> Collection[Plan]:
+        """The plans that have run since then; ends the recording. Empty if there was none."""
         noted = self._noted.pop(whose, ())
         if not self._noted:
             self.lookup = self.plans
-        return sum(plan.fused_nodes for plan in list(noted))
+        return list(noted)
 
     def _note(self, plan: Plan) -> None:
         for noted in list(self._noted.values()):

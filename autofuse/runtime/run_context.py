@@ -18,6 +18,7 @@ from autofuse.debug import Level, tell
 from autofuse.ir.records import Event, Refusal, RunStart
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime.graph_metrics_log import GraphMetricsLog
+from autofuse.runtime.plans import RanPlans
 from autofuse.runtime.root_steps import TimedStep
 from autofuse.runtime.snapshot import Snapshot
 from autofuse.runtime.store_thread import StoreThread
@@ -97,15 +98,16 @@ class RunContext:
         return sum(router.calls() for router in list(self.routers))
 
     def mark_plans(self, whose: object) -> None:
-        """Begin to count fused nodes in a step of a root."""
+        """Begin to record which plans run in a step of a root."""
         self._marks.add(whose)
         for router in list(self.routers):
             router.note_plans(whose)
 
-    def fused_since_mark(self, whose: object) -> int:
-        """Nodes on fused kernels, in all graphs that have run since then."""
+    def plans_since_mark(self, whose: object) -> RanPlans:
+        """The plans of all graphs that have run since then."""
         self._marks.discard(whose)
-        return sum(router.fused_in_noted(whose) for router in list(self.routers))
+        plans = [plan for router in list(self.routers) for plan in router.noted_plans(whose)]
+        return RanPlans(sum(plan.fused_nodes for plan in plans), frozenset(plan.as_it_runs for plan in plans))
 
     # ---- files beside the store -------------------------------------------------------------------
 

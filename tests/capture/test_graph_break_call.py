@@ -75,6 +75,22 @@ def test_a_step_runs_past_dynamo_with_eagers_results(function):
     assert len(TRACED) == before and set(callbacks) == {None}, "Dynamo's frame evaluation is off in the backward pass"
 
 
+def test_so_does_a_step_whose_sizes_vary():
+    torch._dynamo.reset()
+    root = compile_root("step", backend)
+    for rows in (4, 5, 6, 6):
+        root.trace(step, *inputs_of(rows, 8))
+    before = len(TRACED)
+    for rows in (5, 7, 4):
+        inputs = inputs_of(rows, 8)
+        direct = root.direct.find(step, inputs, {})
+        assert direct is not None and direct.fits(step, inputs, {})
+        ours, wanted = outcome(partial(direct.run, step), *inputs), outcome(step, *inputs)
+        for one, other in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+    assert len(TRACED) == before
+
+
 def test_other_calls_go_dynamos_way():
     inputs = inputs_of(4, 8)
     calls, direct = found(step, *inputs)

@@ -24,6 +24,7 @@ from autofuse.report import wording
 from autofuse.report.statistics import measure_gain
 from autofuse.runtime import root as root_module
 from autofuse.runtime.graph_trial import MAX_EXACT, PAIRED
+from autofuse.runtime.plans import RanPlans
 from autofuse.runtime.root import elements_of
 from autofuse.runtime.root_services import RootTools
 from autofuse.runtime.root_steps import Sizes
@@ -84,7 +85,10 @@ class Bench:
         patch.setattr(
             self.roots.tracker, "call_original", lambda module, args, kwargs: run(eager, self.eager_calls, *args)
         )
-        patch.setattr(self.roots.context, "fused_since_mark", lambda whose: 3)
+        self.version = 0  # of the plans that run
+        patch.setattr(
+            self.roots.context, "plans_since_mark", lambda whose: RanPlans(3, frozenset({(1, self.version, False)}))
+        )
         patch.setattr(self.roots.tracker, "is_installed", True)
 
     def call(self, sizes: Iterable[int]) -> None:
@@ -379,6 +383,20 @@ def test_a_graph_that_loses_rests_while_its_kernels_are_still_to_come(
     assert len(bench.captured_calls) > 900, "its kernels are there"
     record = bench.root.record()
     assert record.state == "captured" and record.gain == pytest.approx(2.0, rel=0.1)
+
+
+def test_only_kernels_of_its_own_have_a_graph_confirmed_anew(make: Callable[..., Bench]) -> None:
+    bench = make(lambda n: float(n), lambda n: n / 1.05, AUTOFUSE_CAPTURE_HELD_OUT_SHARE="0.01")
+    bench.root.capture()
+    bench.call([1 << 14] * 600)
+    for _ in range(3):
+        bench.roots.context.disturb()  # another graph has a kernel
+        bench.call([1 << 14] * 100)
+        assert len(bench.eager_calls) <= 2, "the share of every run"
+    bench.version = 1
+    bench.roots.context.disturb()
+    bench.call([1 << 14] * 100)
+    assert len(bench.eager_calls) >= 12, "its own kernel"
 
 
 def test_a_size_that_comes_now_and_then_does_not_undo_what_is_known(make: Callable[..., Bench]) -> None:

@@ -102,7 +102,8 @@ def test_two_ranks_run_under_autofuse(tmp_path: Path, words: tuple[str, ...], co
     done = subprocess.run([*command, str(script), "--lr", str(code)], capture_output=True, text=True, timeout=120)
     assert bool(done.returncode) == bool(code), done.stderr
     ours = [line for line in done.stderr.splitlines() if line.startswith("autofuse:")]
-    assert len(ours) == 1, "rank 0 speaks for all"
+    # torchrun ends rank 0, perhaps before its line, as soon as rank 1 has failed.
+    assert len(ours) == 1 or (code and not ours), "rank 0 speaks for all"
     for rank in range(2):
         expected = [[str(script), "--lr", str(code)], 2, True, "__main__", str(tmp_path)]
         assert json.loads((tmp_path / f"rank{rank}").read_text()) == expected
