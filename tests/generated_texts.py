@@ -34,7 +34,8 @@ from tests.cases import CASES
 from tests.optim.test_c_printer import CASES as STEPS
 from tests.optim.test_c_printer import SIZES
 from tests.strategies.harness import Planned, plan
-from tests.strategies.test_strategies import ATTENTIONS, CONVOLUTIONS
+from tests.strategies.test_attention import ATTENTIONS
+from tests.strategies.test_convolutions import CONVOLUTIONS
 
 Text = tuple[str, str, str]  # kind, name, text
 

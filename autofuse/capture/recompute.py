@@ -21,6 +21,7 @@ from torch import fx
 from torch._functorch.partitioners import default_partition
 
 from autofuse.capture.joint_graph import note_backward, refuse_overlapping_gradients
+from autofuse.capture.shared_elements import traced_number
 from autofuse.capture.simplify import is_view, simplify
 from autofuse.ir.optable import OpKind, info
 
@@ -151,14 +152,8 @@ def _elements(node: fx.Node) -> int:
     """Of a tensor, or of the largest of several; symbols count as their hints."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, tuple | list) else (value,)
-    sizes = [t.numel() for t in tensors if isinstance(t, torch.Tensor)]
-    return max(map(_hint, sizes), default=0)
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.hint is not None else 0
+    sizes = [traced_number(t.numel()) for t in tensors if isinstance(t, torch.Tensor)]
+    return max((int(size or 0) for size in sizes), default=0)
 
 
 def _operations(nodes: Iterable[fx.Node]) -> int:

@@ -64,7 +64,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def shares_elements(tensor: torch.Tensor) -> bool:
     """Whether a stride is 0, or ends within what the smaller ones span. Sizes that vary are taken as in the trace."""
-    known = [(_number(stride), _number(size)) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    sizes, strides = map(traced_number, tensor.shape), map(traced_number, tensor.stride())
+    known = list(zip(strides, sizes, strict=True))
     if any(stride == 0 and size != 1 for stride, size in known):
         return True
     dims = [(stride, size) for stride, size in known if stride is not None and size is not None and size != 1]
@@ -92,15 +93,16 @@ def _overlap(written: torch.Tensor, read: torch.Tensor) -> bool:
 
 def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     """Sizes, strides and offset, as numbers; None where one is known at run time only."""
-    numbers = [_number(value) for value in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
+    numbers = [traced_number(value) for value in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
     if any(number is None for number in numbers):
         return None
     known, dims = [number for number in numbers if number is not None], tensor.dim()
     return tuple(known[:dims]), tuple(known[dims : 2 * dims]), known[-1]
 
 
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) else getattr(value.node, "hint", None)
+def traced_number(size: Any) -> int | None:
+    """A size as it is in the trace; None where it is known at run time only."""
+    return size if isinstance(size, int) else getattr(size.node, "hint", None)
 
 
 def _reaches(distance: int, steps: Sequence[tuple[int, int]]) -> bool:

@@ -20,12 +20,11 @@ from autofuse.observer.held_out import Held, HeldOutCalls
 from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, ReleasePolicy, is_unsure, magnitude
 from autofuse.observer.signatures import count_elements, without_sizes
 from autofuse.runtime.root_services import RootServices
-from autofuse.runtime.root_steps import OpenStep, Shape, Sizes, TimedStep
+from autofuse.runtime.root_steps import OpenStep, RanPlans, Shape, Sizes, TimedStep
 
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
     from autofuse.runtime.peak_memory import RootPeaks
-    from autofuse.runtime.plans import RanPlans
 
 PAIRED = 3  # captured calls of a shape, at least, before a held-out one is compared with them
 # With more signatures than this, each is rare: all calls are timed.

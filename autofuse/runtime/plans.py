@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -63,13 +63,6 @@ class Timer(Protocol):
 
     def poll(self) -> Sequence[float]:
         """Seconds of the pairs of events that have finished since the last call."""
-
-
-class RanPlans(NamedTuple):
-    """The plans that ran in a step of a root, as they were then."""
-
-    fused_nodes: int
-    versions: frozenset[tuple[int, int, bool]]  # of each plan its number, its version, whether it ran as a CUDA graph
 
 
 class Replay(Protocol):
@@ -214,7 +207,7 @@ class Plan:
 
     @property
     def as_it_runs(self) -> tuple[int, int, bool]:
-        """See `RanPlans`."""
+        """See `root_steps.RanPlans`."""
         return self.number, self.version, self._replay is not None and self._replay.is_chosen
 
     @property

@@ -16,7 +16,6 @@ from autofuse.observer.held_out import Held
 
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
-    from autofuse.runtime.plans import RanPlans
 
 
 class TimedStep(NamedTuple):
@@ -29,6 +28,13 @@ class TimedStep(NamedTuple):
     number: int
     step_us: float
     elements: int
+
+
+class RanPlans(NamedTuple):
+    """The plans that ran in a step of a root, as they were then."""
+
+    fused_nodes: int
+    versions: frozenset[tuple[int, int, bool]]  # of each plan its number, its version, whether it ran as a CUDA graph
 
 
 class OpenStep(NamedTuple):

@@ -18,8 +18,7 @@ from autofuse.debug import Level, tell
 from autofuse.ir.records import Event, Refusal, RunStart
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime.graph_metrics_log import GraphMetricsLog
-from autofuse.runtime.plans import RanPlans
-from autofuse.runtime.root_steps import TimedStep
+from autofuse.runtime.root_steps import RanPlans, TimedStep
 from autofuse.runtime.snapshot import Snapshot
 from autofuse.runtime.store_thread import StoreThread
 from autofuse.script_signals import is_of_handler

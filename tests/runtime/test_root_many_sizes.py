@@ -24,10 +24,9 @@ from autofuse.report import wording
 from autofuse.report.statistics import measure_gain
 from autofuse.runtime import root as root_module
 from autofuse.runtime.graph_trial import MAX_EXACT, PAIRED
-from autofuse.runtime.plans import RanPlans
 from autofuse.runtime.root import elements_of
 from autofuse.runtime.root_services import RootTools
-from autofuse.runtime.root_steps import Sizes
+from autofuse.runtime.root_steps import RanPlans, Sizes
 from autofuse.runtime.root_unwatched import SHORT_SHARE, WATCHED_AT_FIRST, WATCHING_SHARE
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load

@@ -18,6 +18,7 @@ from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Refusal
+from autofuse.strategies.enumeration import strategies_of
 from autofuse.strategies.groups import Group, find_groups
 from autofuse.strategies.strategy import Strategy
 from autofuse.tuner.cases import CheckCase
@@ -93,3 +94,14 @@ def check(
 
     cases = [CheckCase(tuple(v), kind) for v in values for kind in kinds]
     return Verifier(form).check(make_call, cases)
+
+
+def one_group(planned: list[Planned]) -> Group:
+    """The only group of some graphs."""
+    (group,) = [g for p in planned for g in p.groups]
+    return group
+
+
+def strategy(group: Group, name: str) -> Strategy:
+    """A strategy of a group by its name."""
+    return next(w for w in strategies_of(group.node.form) if w.name == name)
