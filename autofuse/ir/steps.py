@@ -6,6 +6,7 @@ steps of equal sizes are compared as they were timed. The running script, the st
 
 from __future__ import annotations
 
+REQUIRES_GRAD = "requires_grad"  # stands in a step's signature before the numbers of the arguments that do
 PAIR_WINDOW = 64  # calls between a held-out step and the routed ones that it is compared with
 PAIR_STEPS = 6
 # Time grows with size neither quite linearly nor by the same law in every model: over a quarter more of it that hardly

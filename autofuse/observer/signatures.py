@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autofuse.ir.steps import REQUIRES_GRAD
 from autofuse.observer.statistics import Leaf
 
 _MAX_VALUES = 64  # looked at inside of containers, in one call
@@ -35,6 +36,14 @@ def call_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[An
             return _signature(args, kwargs, _shape_or_type)
         except Exception:
             return ()
+
+
+def training_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """`call_signature`, and which arguments need gradients: calls that differ in that have different graphs."""
+    key = call_signature(args, kwargs)
+    values = (*args, *kwargs.values()) if kwargs else args
+    needed = [index for index, value in enumerate(values) if type(value) in _PLAIN and value.requires_grad]
+    return (key, REQUIRES_GRAD, *needed) if needed else key
 
 
 def _signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Any) -> tuple[Any, ...]:

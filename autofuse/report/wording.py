@@ -20,6 +20,7 @@ from autofuse.ir.reasons import (
     words_of,
 )
 from autofuse.ir.records import EAGER
+from autofuse.ir.steps import REQUIRES_GRAD
 
 DECISION_REASONS = words_of(DecisionReason)
 ROOT_REASONS = words_of(RootReason)
@@ -189,6 +190,7 @@ def signature(text: str) -> str:
         return text
     shown = " ".join(shapes[:4])
     shown += f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
+    shown += f" {REQUIRES_GRAD}" if REQUIRES_GRAD in text else ""
     if flags is None:
         return shown
     training, gradients = (flag == "True" for flag in flags.groups())

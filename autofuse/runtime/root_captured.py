@@ -14,7 +14,7 @@ from autofuse.gpu import capturing
 from autofuse.observer.held_out import Held
 from autofuse.observer.module_table import ModuleTable
 from autofuse.observer.root_tracker import Target
-from autofuse.observer.signatures import call_signature, has_plain_sizes
+from autofuse.observer.signatures import call_signature, has_plain_sizes, training_signature
 from autofuse.runtime.graph_trial import GraphTrial
 from autofuse.runtime.root_device import RootDevice
 from autofuse.runtime.root_life import RootLife
@@ -51,7 +51,8 @@ class CapturedCalls:
         """The ``number``-th of the root, which began at ``now``."""
         trial, traced, has_gradients = self._trial, self._traced, torch.is_grad_enabled()
         is_training = getattr(module, "training", False)
-        signature = (call_signature(args, kwargs), is_training, has_gradients)
+        describe = training_signature if has_gradients else call_signature
+        signature = (describe(args, kwargs), is_training, has_gradients)
         shape = trial.shapes.get(signature)
         if capturing.is_capturing():
             return traced.run_recorded(module, args, kwargs, shape)

@@ -385,3 +385,5 @@ def test_signatures_in_words() -> None:
     assert wording.signature(text.format(True, True)) == "8×256 scalar"
     assert wording.signature(text.format(False, False)) == "8×256 scalar eval no_grad"
     assert wording.signature("(4, 128)") == "(4, 128)"
+    needed = "(((torch.Size([8, 256]), None), 'requires_grad', 0), True, True)"
+    assert wording.signature(needed) == "8×256 requires_grad"

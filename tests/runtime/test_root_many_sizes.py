@@ -19,7 +19,7 @@ from autofuse.ir.records import RootRecord, StepSample
 from autofuse.ir.steps import MAX_SIZE_RATIO, PAIR_STEPS, at_size, is_close
 from autofuse.observer import observer as observer_module
 from autofuse.observer.capture_policy import CaptureAdvice
-from autofuse.observer.signatures import call_signature, count_elements, without_sizes
+from autofuse.observer.signatures import call_signature, count_elements, training_signature, without_sizes
 from autofuse.report import wording
 from autofuse.report.statistics import measure_gain
 from autofuse.runtime import root as root_module
@@ -41,6 +41,9 @@ def test_signatures_of_other_sizes_are_one_without_them() -> None:
     assert count_elements(signature(2, 5)) == 15
     assert count_elements(call_signature((torch.empty(0, 4),), {})) == 1
     assert wording.signature(str((without_sizes(signature(2, 5)), False, False))) == "*×* * eval no_grad"
+    needed = training_signature((torch.empty(2, 5), torch.empty(8, 256, requires_grad=True)), {})
+    assert wording.signature(str((without_sizes(needed), True, True))) == "*×* *×* requires_grad"
+    assert count_elements(needed) == 2058
 
 
 @given(st.integers(1, 10**9), st.integers(1, 10**9))

@@ -206,6 +206,31 @@ def test_sizes_of_a_function_that_lost_skip_the_handler(session, monkeypatch):
     assert ended and torch.equal(call(x=small), function(small)) and root.calls == seen + 1, "not positional: looked at"
 
 
+def test_an_input_that_needs_gradients_pays_for_a_trace_of_its_own(session, monkeypatch):
+    """Of the same shape: networks that train against each other are called both ways in each step."""
+
+    def function(x):
+        return torch.relu(x) * 2
+
+    call = autofuse.optimize(function)
+    root = session.roots.root_of_function(function)
+    monkeypatch.setattr("autofuse.runtime.root_tracing.may_trace_again", lambda *args: has_paid)
+    has_paid, x, leaf = False, torch.randn(16), torch.randn(16, requires_grad=True)
+    for _ in range(3):
+        call(x)
+    graphs = len(session.context.routers)
+    assert graphs and root.state == "captured"
+    for _ in range(3):
+        assert torch.equal(call(leaf), function(leaf))
+    assert len(session.context.routers) == graphs, "it runs in eager until then"
+    has_paid = True
+    for _ in range(3):
+        result = call(leaf)
+    result.sum().backward()
+    assert torch.equal(result, function(leaf)) and torch.equal(leaf.grad, (leaf > 0) * 2.0)
+    assert len(session.context.routers) > graphs
+
+
 # ---- as eager -------------------------------------------------------------------------------------------------------
 
 
