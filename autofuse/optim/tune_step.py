@@ -140,7 +140,7 @@ class StepTuning:
         if self._tried != self._form:
             words += f", on {sum(self._tried.sizes)} of {sum(self._form.sizes)} elements"
         if best.kernel is not None:
-            self._outcome.kernels.append(best.kernel)
+            self._outcome.kernels.append(self._read(best.kernel, best.candidate.config))
         words += busy + (f"; {given_up}" if given_up else "")
         return self._decide(seen, best.candidate, "won", words, best.digest)
 
@@ -188,13 +188,24 @@ class StepTuning:
             found.append(one(config))
         return found
 
-    def _compiled(self, config: Config) -> KernelRecord:
+    def _read(self, kernel: KernelRecord, config: Config) -> KernelRecord:
+        """The winner with what its machine code does, which is not read of each candidate."""
+        if not isinstance(self._backend, TritonBackend):
+            return kernel
+        try:
+            return replace(kernel, resources=self._compiled(config, is_final=True).resources)
+        except (CompilerError, CandidateProblem):  # it has been compiled before; nobody needs what is read
+            return kernel
+
+    def _compiled(self, config: Config, is_final: bool = False) -> KernelRecord:
         """The kernel of a configuration. Raises CompilerError and CandidateProblem."""
         if isinstance(self._backend, CBackend):
             return self._backend.recipe_of(print_step(self._form, printed(config)), config).make()
         assert isinstance(self._backend, TritonBackend | InterpreterBackend)
         source = replace(print_triton_step(self._form, printed(config)), contracts=contracts(config))
-        return self._backend.recipe_of(source, _ALIGNED).make()
+        if isinstance(self._backend, InterpreterBackend):
+            return self._backend.recipe_of(source, _ALIGNED).make()
+        return self._backend.recipe_of(source, _ALIGNED, is_final).make()
 
     def _ask(self, do: str, form: StepForm, **arguments: Any) -> dict[str, Any]:
         self._rest()

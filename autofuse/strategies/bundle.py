@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 
 from autofuse.codegen.templates import LOOP
+from autofuse.codegen.triton.targets import total_of
 from autofuse.ir.records import CompileKey, KernelRecord
 from autofuse.strategies.strategy import Strategy
 
@@ -26,7 +27,9 @@ def pack(strategy: Strategy, kernels: Sequence[KernelRecord], target: str) -> Ke
     key = CompileKey(hashlib.sha256(named.encode()).hexdigest(), "way", "", target)
     binary = MARK + json.dumps({"way": strategy.to_json(), "kernels": rows}, sort_keys=True).encode()
     source = "\n\n".join([describe(strategy), *(k.source for k in kernels)])
-    return KernelRecord(key, f"af_way_{strategy.name}_{key.source_hash[:6]}", source, binary)
+    return KernelRecord(
+        key, f"af_way_{strategy.name}_{key.source_hash[:6]}", source, binary, total_of(k.resources for k in kernels)
+    )
 
 
 def is_bundle(binary: bytes) -> bool:

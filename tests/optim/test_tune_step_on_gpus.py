@@ -127,6 +127,7 @@ def test_from_request_to_stored_artifact(tmp_path: Path, monkeypatch: pytest.Mon
     assert found is not None and found.key.target == "cuda:90"
     artifact = Artifact.unpack(found.binary)
     assert artifact.assumptions == (Assumptions(True),) and len(artifact.images) == 2
+    assert found.resources["registers"] and found.resources["code"]["stores"], "the winner's machine code was read"
 
 
 def test_what_spills_is_never_timed(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:

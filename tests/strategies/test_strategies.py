@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from autofuse.fusion.config import FusionConfig
 from autofuse.gpu.devices import CPU
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import KernelRecord
+from autofuse.ir.records import CompileKey, KernelRecord
 from autofuse.runtime.device_backends import Backends
 from autofuse.strategies import enumeration
 from autofuse.strategies.bundle import is_bundle, pack
@@ -52,6 +53,25 @@ def test_a_way_survives_the_store() -> None:
         assert again == kind and again.steps == kind.steps
         record = pack(kind, [], "c_generic")
         assert is_bundle(record.binary) and record == pack(again, [], "c_generic")
+
+
+def test_the_store_says_of_a_strategy_what_its_kernels_take_together() -> None:
+    with torch.no_grad():
+        group = one_group(plan(linear(F.gelu), [torch.randn(24, 40), torch.randn(56, 40), torch.randn(56)]))
+    taken = {"target": "cuda:90", "registers": 28, "spill_bytes": 0, "shared_bytes": 2048, "threads": 128}
+    code = {"instructions": 10, "loads": {"4": 1, "16": 2}, "stores": {"16": 2}, "local": 0}
+    code |= {"barriers": 1, "shuffles": 0, "special": 3, "matrix": 0}
+    key = CompileKey("s", "triton", "", "cuda:90")
+    both = [{**taken, "code": code}, {**taken, "registers": 40, "shared_bytes": 0, "code": code}]
+    kernels = [KernelRecord(key, "k", "", b"", resources) for resources in both]
+    found = pack(strategy(group, "parts"), kernels, "cuda:90").resources
+    assert {**found, "code": None} == {**taken, "registers": 40, "code": None}
+    assert found["code"] == {name: 2 * n for name, n in code.items() if isinstance(n, int)} | {
+        "loads": {"4": 2, "16": 4}, "stores": {"16": 4},
+    }  # fmt: skip
+    unread = pack(strategy(group, "parts"), [kernels[0], replace(kernels[1], resources=taken)], "cuda:90").resources
+    assert unread == taken, "of one kernel nobody has read the code"
+    assert pack(strategy(group, "onednn_linear"), [], "c_generic").resources == {}
 
 
 def test_library_calls_alone_load_on_every_processor() -> None:

@@ -10,13 +10,15 @@ instruction set guides (64 KiB of LDS; 4 SIMDs of 512 vector registers of 64 lan
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autofuse.codegen.triton.artifact import Artifact, Image
-from autofuse.codegen.triton.machine_code import total
+from autofuse.codegen.triton.machine_code import MachineCode, total
 from autofuse.errors import CompilerError
+
+_TAKEN = ("registers", "spill_bytes", "shared_bytes", "threads")
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,20 @@ def total_resources(artifact: Artifact) -> dict[str, Any]:
     The most that any of its kernels takes; as ``code``, where all of it has been read, what the machine code for the
     usual call does in its launches together (`machine_code.MachineCode`).
     """
-    names = ("registers", "spill_bytes", "shared_bytes", "threads")
-    most = {name: max(getattr(image.resources, name) for image in artifact.images) for name in names}
     codes = [image.code for image in artifact.images if image.code is not None]
-    is_read = len(codes) == len(artifact.source.passes)
-    return {"target": artifact.target, **most, **({"code": total(codes).to_json()} if is_read else {})}
+    most = {name: max(getattr(image.resources, name) for image in artifact.images) for name in _TAKEN}
+    return {"target": artifact.target, **most, **_code(codes, len(artifact.source.passes))}
+
+
+def total_of(kernels: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same of all kernels of one call, from what the store keeps of each; empty where none is for a GPU."""
+    found = [kernel for kernel in kernels if kernel]
+    if not found:
+        return {}
+    codes = [MachineCode.from_json(kernel["code"]) for kernel in found if "code" in kernel]
+    most = {name: max(kernel[name] for kernel in found) for name in _TAKEN}
+    return {"target": found[0]["target"], **most, **_code(codes, len(found))}
+
+
+def _code(codes: Sequence[MachineCode], launches: int) -> dict[str, Any]:
+    return {"code": total(codes).to_json()} if len(codes) == launches else {}
