@@ -4,12 +4,15 @@
     python benchmarks/gpu_static.py --only softmax,gelu --targets cuda:90
     python benchmarks/gpu_static.py --minutes 10        # stops taking new cases; rows of earlier runs are kept
     python benchmarks/gpu_static.py --quick             # two cases
+    python benchmarks/gpu_static.py --counts            # reads nothing anew: only sums up what the files say
 
 For each case of the tests' table its kernel with default settings, in float32, compiled for sizes that 16 divides and
 aligned tensors, as nearly all calls have them: registers, spills, shared memory, occupancy with what limits it, the
 width of loads from and stores to global memory, barriers, shuffles, special functions. Bars: nothing spills; what
 occupies less than half of a multiprocessor is listed. Needs Triton, whose wheel has the disassembler, and a torch
-without a GPU. Writes benchmarks/results/gpu_static.json.
+without a GPU. Writes benchmarks/results/gpu_static.json, with the counts of all that is known without a GPU: kernels
+read here, kernels proved (`ptx/proofs.py`), executed with their opcodes (ptx.json), beside Inductor's
+(static_race.json).
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -100,11 +104,48 @@ def bars_of(rows: list[dict[str, Any]], refused: dict[str, str]) -> dict[str, An
     return found | {"refused": refused}
 
 
+def counts(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """How much each of the checks without a GPU covers, from this document and the results beside it."""
+
+    def results(name: str) -> dict[str, Any]:
+        path = folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    executed = results("ptx")
+    shares = [part for name, part in executed.items() if name.startswith("share")]
+    sums = sum((Counter(part["counts"]) for part in shares), Counter[str]())
+    opcodes = {opcode for part in shares for opcode in part["opcodes"]}
+    sums.pop("opcodes", None)
+    sums.pop("seconds", None)
+    race = results("static_race").get("bars", {})
+    return {
+        "read": {target: found["kernels"] for target, found in document["bars"].items() if target in TARGETS},
+        "proved": document.get("proofs", {}).get("bars", {}),
+        "executed": {**sums, "opcodes": len(opcodes)},
+        "trained": sorted(name.removeprefix("train ") for name in executed if name.startswith("train")),
+        "beside Inductor": {
+            column: {name: its[name] for name in ("win", "tie", "loss")} for column, its in race.items()
+        },
+    }
+
+
+def sum_up(path: Path) -> None:
+    """Write the counts into the file of results."""
+    document = json.loads(path.read_text())
+    found = counts(document, path.parent)
+    path.write_text(encode_rows({**document, "counts": found}) + "\n")
+    print(json.dumps(found))
+
+
 def main() -> int:
     parser = arguments(__doc__, "gpu_static", quick="two cases", only="cases")
     parser.add_argument("--targets", default=",".join(TARGETS), help="separated by commas")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no new case is begun")
+    parser.add_argument("--counts", action="store_true", help="only sum up")
     options = parse(parser)
+    if options.counts:
+        sum_up(options.out)
+        return 0
     os.environ["TRITON_CACHE_DIR"] = _CACHE.name
     began, disassembler = time.monotonic(), nvidia_tool("nvdisasm")
     targets = chosen(options.targets, TARGETS)
@@ -126,6 +167,7 @@ def main() -> int:
     rows.sort(key=lambda row: (row["case"], row["target"]))
     kept = {} if proofs is None else {"proofs": proofs}
     save(options.out, "gpu_static", encode=encode_rows, bars=bars, rows=rows, **kept)
+    sum_up(options.out)
     print_end(bars, [], options.out, began)
     return 0
 
