@@ -304,6 +304,13 @@ def test_conversions(opcode: str, given: float, expected: float) -> None:
     assert converted(words, np.array([given], TYPES[words[-1]]))[0] == expected
 
 
+def test_a_function_with_one_argument_built_in_is_refused() -> None:
+    body = """st.param.b64 [param0], %rd1; call (retval0), __internal_accurate_pow, (param0);
+      ld.param.b64 %rd2, [retval0];"""
+    with pytest.raises(Unsupported, match="a call of __internal_accurate_pow"):
+        launch(body, [1], 1, threads=32)
+
+
 def test_the_text() -> None:
     program = parse(HEAD + "@!%p1 ld.global.L1::evict_first.v2.b32 {%r8, %r9}, [%rd1+-8]; mov.f32 %r8, 0f3F800000; }")
     load, move = program.code[-2:]
