@@ -133,7 +133,9 @@ def sum_up(path: Path) -> None:
     """Write the counts into the file of results."""
     document = json.loads(path.read_text())
     found = counts(document, path.parent)
-    path.write_text(encode_rows({**document, "counts": found}) + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text(encode_rows({**document, "counts": found}) + "\n")
+    partial.replace(path)
     print(json.dumps(found))
 
 
