@@ -7,7 +7,7 @@ those of the compiled code, up to the assembler's own work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,7 @@ class PtxKernel:
     programs: dict[tuple[int, Assumptions], tuple[Program, int, int]] = field(default_factory=dict)  # threads, shared
     conflicts: Conflicts = field(default_factory=Conflicts)
     opcodes: set[str] = field(default_factory=set)
+    execute: Callable[[Program, Launch, Global, Conflicts, dict[str, int]], None] = run
 
     @classmethod
     def compile(cls, source: TritonSource, sizes: Iterable[Mapping[str, int]], target: str = ARCHITECTURE) -> PtxKernel:
@@ -74,7 +75,7 @@ class PtxKernel:
             arguments += [0] * (len(program.parameters) - len(arguments))  # Triton's own memory: none
             if launch.grid * threads > MOST_LANES:
                 raise MemoryError(f"expected at most {MOST_LANES} threads, found {launch.grid * threads}")
-            run(program, Launch(launch.grid, threads, shared, tuple(arguments)), memory, self.conflicts, own)
+            self.execute(program, Launch(launch.grid, threads, shared, tuple(arguments)), memory, self.conflicts, own)
         for place, tensor, span in zip(places, tensors, spans, strict=True):
             _set_span(tensor, memory.read(place, len(span)))
 

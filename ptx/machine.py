@@ -16,7 +16,7 @@ import networkx
 import numpy as np
 
 from ptx import warps
-from ptx.arithmetic import TYPES, compared, converted, halves, rule_of
+from ptx.arithmetic import TYPES, compared, converted, halves, joined, rule_of
 from ptx.memory import Conflicts, Fault, Global, Tracked
 from ptx.text import SIZES, Address, Immediate, Instruction, Operand, Program, Unsupported
 
@@ -36,6 +36,19 @@ class Launch:
     threads: int  # of a block
     shared_bytes: int  # dynamic shared memory of a block
     arguments: tuple[int, ...]  # in the order of the parameters
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An asynchronous copy that nobody has waited for: each lane's places, and how many of its bytes are given."""
+
+    text: str
+    to: Array
+    source: Array
+    given: Array
+    mask: Array
+    size: int
+    begun: Array  # the barriers that each block had passed
 
 
 @dataclass
@@ -93,7 +106,7 @@ class Machine:
         self._local = np.zeros((self.lanes, max(self._local_size, 1)), np.uint8)
         self._passed: dict[str, Array] = {}  # parameters and results of calls
         self._carry = np.zeros(self.lanes, np.uint64)
-        self._copies: list[tuple[str, tuple[Array, ...]]] = []  # asynchronous ones that nobody has waited for
+        self._copies: list[Copy | None] = []  # None: the end of a group
         self._parameters = dict(zip((p.name for p in program.parameters), launch.arguments, strict=True))
         self._steps = [self._step(item) for item in program.code]
 
@@ -134,10 +147,7 @@ class Machine:
                     continue
                 item, here = self._program.code[path.place], path.place
                 path.place += 1
-                mask = active
-                if item.guard:
-                    guard = self._registers[item.guard]
-                    mask = active & (~guard if item.is_negated else guard)
+                mask = self._guarded(item, active)
                 if not mask.any():
                     continue
                 if item.opcode[0] in ("ret", "exit"):
@@ -151,6 +161,13 @@ class Machine:
                     paths.append(_Path(active & ~mask, here + 1, meeting[here]))
                     paths.append(_Path(mask, item.target, meeting[here]))
         raise Fault("expected a launch that ends, found one that goes on")
+
+    def _guarded(self, item: Instruction, active: Array) -> Array:
+        """The active lanes that execute an instruction."""
+        if not item.guard:
+            return active
+        guard = self._registers[item.guard]
+        return active & (~guard if item.is_negated else guard)
 
     # ---- operands ------------------------------------------------------------------------------------------
 
@@ -437,7 +454,7 @@ class Machine:
         for k in range(8):
             found[pointing, k] = self._load("shared", at[pointing] + 2 * k, 2, pointing, item.text)
         for n, part in enumerate(to):
-            self._write(part, warps.matrix_part(found, n, "trans" in item.opcode), mask)
+            self._write(part, joined(*warps.matrix_part(found, n, "trans" in item.opcode)), mask)
 
     def _do_stmatrix(self, item: Instruction, mask: Array) -> None:
         to, source = item.operands
@@ -447,7 +464,7 @@ class Machine:
         self._aligned(at[pointing], 16, item)
         rows = np.zeros((self.lanes, 8), np.uint16)
         for n, part in enumerate(parts):
-            warps.set_matrix(rows, n, self._read(part, "b32"), "trans" in item.opcode)
+            warps.set_matrix(rows, n, halves(self._read(part, "b32")), "trans" in item.opcode)
         for k in range(8):
             self._store("shared", at[pointing] + 2 * k, 2, rows[pointing, k], pointing, item.text)
 
@@ -467,7 +484,7 @@ class Machine:
         if item.opcode[1] != "async":
             raise Unsupported(item.text)
         if item.opcode[2] == "commit_group":
-            self._copies.append(("commit", ()))
+            self._copies.append(None)
         elif item.opcode[2] in ("wait_group", "wait_all"):
             left = item.operands[0] if item.operands else Immediate(0, 0)
             assert isinstance(left, Immediate)
@@ -477,28 +494,30 @@ class Machine:
             assert isinstance(size, Immediate)
             given = self._read(rest[0], "u32") if rest else np.full(self.lanes, size.value)
             places = self._address(to).copy(), self._address(source).copy()
-            self._copies.append((item.text, (*places, np.array(given), mask.copy(), size.value)))
+            begun = self._epoch.copy()
+            self._copies.append(Copy(item.text, *places, np.array(given), mask.copy(), size.value, begun))
 
     def _finish_copies(self, left: int) -> None:
         """Copy what was asked for, but for the last ``left`` groups; -1: all, committed or not."""
-        ends = [n for n, (text, _) in enumerate(self._copies) if text == "commit"]
+        ends = [n for n, copy in enumerate(self._copies) if copy is None]
         until = len(self._copies) if left < 0 else (ends[-left - 1] + 1 if len(ends) > left else 0)
-        for text, arguments in self._copies[:until]:
-            if text != "commit":
-                self._copy(text, *arguments)
+        for copy in self._copies[:until]:
+            if copy is not None:
+                self._copy(copy)
         del self._copies[:until]
 
-    def _copy(self, text: str, to: Array, source: Array, given: Array, mask: Array, size: int) -> None:
-        """``given`` bytes of each lane; the rest of its ``size`` is zeros."""
-        if (to[mask] % size).any() or (source[mask & (given > 0)] % size).any():
-            raise Fault(f"expected multiples of {size} bytes: {text}")
-        for k in range(0, size, 4):
+    def _copy(self, copy: Copy) -> None:
+        """The bytes given of each lane; the rest of its size is zeros."""
+        mask = copy.mask
+        if (copy.to[mask] % copy.size).any() or (copy.source[mask & (copy.given > 0)] % copy.size).any():
+            raise Fault(f"expected multiples of {copy.size} bytes: {copy.text}")
+        for k in range(0, copy.size, 4):
             values = np.zeros(self.lanes, np.uint32)
-            reading = mask & (given > k)
-            values[reading] = self._load("global", source[reading] + k, 4, reading, text)
-            bits = 8 * np.clip(given.astype(np.int64) - k, 0, 4).astype(np.uint64)
+            reading = mask & (copy.given > k)
+            values[reading] = self._load("global", copy.source[reading] + k, 4, reading, copy.text)
+            bits = 8 * np.clip(copy.given.astype(np.int64) - k, 0, 4).astype(np.uint64)
             values = (values & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.uint32)
-            self._store("shared", to[mask] + k, 4, values[mask], mask, text)
+            self._store("shared", copy.to[mask] + k, 4, values[mask], mask, copy.text)
 
     # ---- the rest ------------------------------------------------------------------------------------------
 

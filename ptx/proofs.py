@@ -6,9 +6,10 @@
 
 In: nodes and targets. Out: a `Proof` of each kernel, and the file of results. A proof is of all schedules of one
 launch: each pair of accesses to shared or global memory of which one writes is ordered, and all threads meet at the
-same barriers. Guarantee: nothing is proved of values, bounds, other launches, or what the assembler makes of PTX. What
-the prover does not know, or has no time or memory for, never counts as proved. Where it finds two writes without order,
-our own executor runs the launch and sees whether they are of one value. Source: SentryWard 0.1.1 (Apache-2.0, PyPI).
+same barriers. Guarantee: nothing is proved of bounds, other launches, or what the assembler makes of PTX. What the
+prover does not know, or has no time or memory for, never counts as proved. It does not see values: where it finds two
+writes without order, `ptx.schedules` proves that they are of one value, or our own executor runs the launch and sees
+whether they are. Source: SentryWard 0.1.1 (Apache-2.0, PyPI).
 """
 
 from __future__ import annotations
@@ -40,14 +41,18 @@ from autofuse.errors import AutofuseError, CompilerError, ShapeError
 from autofuse.ir.records import make_config
 from benchmarks.common import commit, encode_rows, machine
 from ptx.kernels import PtxKernel
-from ptx.memory import Fault
-from ptx.text import Unsupported
+from ptx.machine import Launch
+from ptx.memory import Conflicts, Fault, Global
+from ptx.schedules import AllSchedules, Findings
+from ptx.text import Program, Unsupported
 from ptx.work import GENERATOR, Work, all_work
 
 TARGETS = ("cuda:80", "cuda:90")
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "gpu_static.json"
 FREE, RACE = "race_free", "potential_race"
-DUPLICATES = "duplicates"  # unordered writes of one value
+ONE_VALUE = "one_value"  # race free but for unordered writes, each proved to be of one value
+DUPLICATES = "duplicates"  # the same as far as one execution shows
+PROVED = (FREE, ONE_VALUE)
 SECONDS, MEBIBYTES = 15, 3000
 PROGRAMS, SEVERAL = "PROGRAMS", 4  # the knob, and a choice that makes two passes
 BLOCKS = range(2, 5)  # with one, nothing is seen between blocks; with many the prover ends too late
@@ -69,12 +74,8 @@ class Proof:
     sizes: tuple[int, ...]
     blocks: int
     warps: int  # of a block
-    result: str  # "race_free", "duplicates", or why nothing is proved: "unsupported", "timeout", ...
+    result: str  # "race_free", "one_value", "duplicates", or why nothing is proved: "unsupported", "timeout", ...
     reason: str = ""
-
-    @property
-    def is_free(self) -> bool:
-        return self.result == FREE
 
 
 def prover() -> Path | None:
@@ -196,17 +197,46 @@ HEAD = ".version 8.7\n.target sm_90a\n"
 
 
 def _looked_at(work: Work, values: Mapping[str, int], source: TritonSource, target: str, said: str) -> tuple[str, str]:
-    """What our executor sees of a launch in which the prover has found accesses without order."""
+    """What is known of a call in which the prover has found accesses without order."""
     try:
         kernel = PtxKernel.compile(source, [values], target)
-        outputs = [allocate(work.form.spec(ref), values, poison=True) for ref in work.form.outputs]
-        kernel(values, [*make_inputs(work.form, values, seed=1), *outputs])
+    except Unsupported as error:
+        return RACE, f"{said}; not executed: {error}"
+    found = _all_schedules(kernel, work, values)
+    if isinstance(found, Findings) and found.one_value and not found.races:
+        return ONE_VALUE, f"{found.one_value} bytes are written by several threads, always with one value"
+    try:
+        _call(kernel, work, values)
     except (Unsupported, Fault, AssertionError, MemoryError) as error:
         return RACE, f"{said}; not executed: {error}"
     if kernel.conflicts.races:
         return RACE, kernel.conflicts.races[0]
     twice = kernel.conflicts.counts["duplicates"]
-    return (DUPLICATES, f"{twice} bytes are written twice, with one value") if twice else (RACE, f"{said}; none seen")
+    if not twice:
+        return RACE, f"{said}; none seen"
+    why = found.races[0] if isinstance(found, Findings) else found
+    return DUPLICATES, f"{twice} bytes are written twice, with one value; not proved: {why}"
+
+
+def _all_schedules(kernel: PtxKernel, work: Work, values: Mapping[str, int]) -> Findings | str:
+    """What holds for all schedules of a call's launches, or why that is not known."""
+    launches: list[Findings] = []
+
+    def follow(program: Program, launch: Launch, memory: Global, _: Conflicts, named: dict[str, int]) -> None:
+        memory.launches += 1
+        launches.append(AllSchedules(program, launch, memory, named).findings())
+
+    try:
+        _call(replace(kernel, execute=follow), work, values)
+    except (Unsupported, Fault, AssertionError, MemoryError) as error:
+        return str(error)
+    races = [race for found in launches for race in found.races]
+    return Findings(races, sum(found.one_value for found in launches))
+
+
+def _call(kernel: PtxKernel, work: Work, values: Mapping[str, int]) -> None:
+    outputs = [allocate(work.form.spec(ref), values, poison=True) for ref in work.form.outputs]
+    kernel(values, [*make_inputs(work.form, values, seed=1), *outputs])
 
 
 # ---- all of them -----------------------------------------------------------------------------------------
@@ -248,7 +278,7 @@ def main(words: Sequence[str]) -> int:
                 reason = str(error).splitlines()[0]
                 made = [asdict(Proof(label(work, programs), target, "", (), 0, 0, "not compiled", reason))]
             for row in made:
-                if row["result"] != FREE:
+                if row["result"] not in PROVED:
                     print(*(row[name] for name in ("case", "target", "kernel", "result", "reason")), flush=True)
             rows += made
             _keep(options.out, rows)

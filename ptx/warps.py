@@ -63,20 +63,19 @@ def reduced(values: Array, word: str, mask: Array) -> Array:
     return found
 
 
-def matrix_part(rows: Array, number: int, is_turned: bool) -> Array:
+def matrix_part(rows: Array, number: int, is_turned: bool) -> tuple[Array, Array]:
     """``ldmatrix``: two neighbouring elements of matrix ``number`` for each lane; lane 8n + r holds row r of it."""
-    matrix = rows.reshape(-1, WARP, 8)[:, 8 * number : 8 * number + 8].astype(np.uint32)  # warp, row, column
+    matrix = rows.reshape(-1, WARP, 8)[:, 8 * number : 8 * number + 8]  # warp, row, column
     if is_turned:
         matrix = matrix.transpose(0, 2, 1)
-    pairs = matrix[:, :, 0::2] | (matrix[:, :, 1::2] << np.uint32(16))  # warp, row, pair of columns
-    return np.ascontiguousarray(pairs.reshape(-1))
+    return matrix[:, :, 0::2].reshape(-1), matrix[:, :, 1::2].reshape(-1)
 
 
-def set_matrix(rows: Array, number: int, pairs: Array, is_turned: bool) -> None:
+def set_matrix(rows: Array, number: int, pair: tuple[Array, Array], is_turned: bool) -> None:
     """``stmatrix``: the same backwards, into row r of matrix ``number`` at lane 8n + r of ``rows``."""
     row, column = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
-    matrix = np.zeros((len(pairs) // WARP, 8, 8), np.uint16)
-    for k, half in enumerate(halves(pairs)):
+    matrix = np.zeros((len(pair[0]) // WARP, 8, 8), rows.dtype)
+    for k, half in enumerate(pair):
         matrix[:, row, column + k] = half.reshape(-1, WARP)
     rows.reshape(-1, WARP, 8)[:, 8 * number : 8 * number + 8] = matrix.transpose(0, 2, 1) if is_turned else matrix
 

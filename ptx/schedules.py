@@ -1,0 +1,403 @@
+"""What holds for all schedules and all inputs of one launch: that its threads' accesses are ordered, or of one value.
+
+In: a program, its launch, global memory. Out: `Findings`. The launch is executed once, and beside each value goes the
+term that made it (`ptx.terms`). Guarantee: where no race is found, no schedule and no input of this launch has a race
+or a deadlock, but for writes of one value. It rests on control and addresses that no input changes: then every schedule
+has these accesses, and they are compared pair by pair. Anything else raises Unsupported. Threads of a block are ordered
+by its barriers, those of a warp by ``bar.warp`` too, blocks by nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ptx import warps
+from ptx.machine import WARP, Copy, Launch, Machine
+from ptx.memory import Conflicts, Global
+from ptx.terms import Numbers, Terms
+from ptx.text import SIZES, Address, Instruction, Operand, Program, Unsupported
+
+Array = Any
+_MOST_RACES = 5
+_ANY_TIME = -1  # between two barriers of a warp
+_READ = 0  # the value of an access that writes none
+_SILENT = ("bra", "ret", "exit", "bar", "barrier", "createpolicy", "prefetch", "fence", "membar", "trap")
+_Follow = Callable[[Instruction, Array], None]
+
+
+@dataclass
+class Findings:
+    """Of all schedules of a launch."""
+
+    races: list[str] = field(default_factory=list)  # the first ones
+    one_value: int = 0  # bytes that several threads write without order, all with one value
+
+
+class AllSchedules(Machine):
+    """A launch whose values are followed as terms."""
+
+    def __init__(self, program: Program, launch: Launch, memory: Global, named: dict[str, int]) -> None:
+        super().__init__(program, launch, memory, Conflicts(), named)
+        self._terms = Terms()
+        self._numbers = {name: self._terms.given(self.lanes) for name in self._registers}
+        self._of_warp = np.zeros(self.lanes // WARP, np.int32)  # barriers that each warp has passed by itself
+        self._memory = {"shared": self._terms.given(len(self.shared.data)),
+                        "global": self._terms.given(len(memory.tracked.data))}  # fmt: skip
+        self._loaded: list[Numbers] = []  # by the instruction at hand, of its lanes
+        self._storing: Iterator[tuple[Numbers, int]] = iter(())  # what it stores, of all lanes; bytes of the register
+        self._copying: Copy | None = None
+        self._log: dict[str, list[Array]] = {"shared": [], "global": []}
+
+    def findings(self) -> Findings:
+        """Run the launch. Raises Fault and Unsupported."""
+        self.run()
+        found = Findings()
+        for space, parts in self._log.items():
+            if parts:
+                _compare(space, np.concatenate(parts, axis=1), self._launch.threads, found)
+        return found
+
+    # ---- control -------------------------------------------------------------------------------------------
+
+    def _guarded(self, item: Instruction, active: Array) -> Array:
+        if item.guard:
+            self._must_be_known(self._numbers[item.guard], active, item)
+        return super()._guarded(item, active)
+
+    def _must_be_known(self, numbers: Numbers, mask: Array, item: Instruction) -> None:
+        if (numbers[mask] >= 0).any():
+            raise Unsupported(f"control or an address depends on data: {item.text}")
+
+    def _step(self, item: Instruction) -> _Follow:
+        concrete = super()._step(item)
+        name = item.opcode[0]
+        if name in _SILENT:
+            return concrete
+        follow = getattr(self, f"_follow_{name}", self._follow)
+
+        def run(mask: Array) -> None:
+            follow(item, mask, concrete)
+
+        return run
+
+    # ---- values --------------------------------------------------------------------------------------------
+
+    def _number(self, operand: Operand, kind: str) -> Numbers:
+        if isinstance(operand, str) and operand in self._numbers:
+            return self._numbers[operand]
+        bits = np.ascontiguousarray(self._read(operand, kind))
+        return self._terms.known(bits if bits.dtype == np.bool_ else bits.view(f"u{bits.dtype.itemsize}"))
+
+    def _set(self, register: Operand, numbers: Numbers, mask: Array) -> None:
+        """Name what was written to a register; the bits of what no input changes are there."""
+        if register == "_":
+            return
+        own = self._numbers[str(register)]
+        if (numbers < 0).any():
+            numbers = np.where(numbers < 0, self._terms.known(self._registers[str(register)]), numbers)
+        np.copyto(own, numbers, where=mask)
+
+    def _made(self, words: Sequence[str], given: Sequence[Numbers]) -> Numbers:
+        """Of what an instruction makes; negative where all operands are known."""
+        is_known = np.logical_and.reduce([numbers < 0 for numbers in given])
+        return np.where(is_known, -1, self._terms.made(words, *given))
+
+    def _follow(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        """Instructions of which each lane's result depends on its operands alone."""
+        if "cc" in item.opcode or item.opcode[0] in ("addc", "madc"):
+            raise Unsupported(f"a carry: {item.text}")
+        name, kind = item.opcode[0], item.opcode[-1]
+        count = len(item.operands) - (3 if item.opcode[2:3] in (("and",), ("or",), ("xor",)) else 2)
+        to = item.operands[:count] if name == "setp" else item.operands[:1]
+        sources = item.operands[len(to) :]
+        if name in ("setp", "selp", "cvt", "cvta", "testp"):
+            kinds = [*[kind] * (len(sources) - 1), "pred"] if name == "selp" or len(sources) == 3 else [kind] * 2
+        else:
+            kinds = self._operand_types(item)
+        given = [self._number(source, own) for source, own in zip(sources, kinds, strict=False)]
+        concrete(mask)
+        for n, register in enumerate(to):
+            self._set(register, self._made((*item.opcode, str(n)), given), mask)
+
+    def _follow_selp(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        to, a, b, chosen = item.operands
+        kind = item.opcode[-1]
+        first, second, by = self._number(a, kind), self._number(b, kind), self._number(chosen, "pred")
+        picked = np.where(self._read(chosen, "pred"), first, second)
+        numbers = np.where((by < 0) | (first == second), picked, self._terms.made(item.opcode, first, second, by))
+        concrete(mask)
+        self._set(to, numbers, mask)
+
+    def _follow_mov(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        to, source = item.operands
+        kind = item.opcode[-1]
+        if isinstance(source, tuple):
+            size = 8 * SIZES[kind] // len(source)
+            parts = [self._number(part, f"u{size}") for part in source]
+            concrete(mask)
+            self._set(to, self._made(("join", f"{len(source)}x{size}"), parts), mask)
+        elif isinstance(to, tuple):
+            whole, shape = self._number(source, kind), f"{len(to)}x{8 * SIZES[kind] // len(to)}"
+            concrete(mask)
+            for n, part in enumerate(to):
+                self._set(part, self._made(("part", str(n), shape), [whole]), mask)
+        else:
+            numbers = self._number(source, kind)
+            concrete(mask)
+            self._set(to, numbers, mask)
+
+    def _follow_call(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        raise Unsupported(item.text)
+
+    # ---- memory --------------------------------------------------------------------------------------------
+
+    def _follow_ld(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        to, source, *_ = item.operands
+        if self._space(item) == "param":
+            concrete(mask)
+            self._set(to, np.full(self.lanes, -1), mask)
+            return
+        self._must_have_known_address(source, mask, item)
+        self._loaded = []
+        concrete(mask)
+        kind = item.opcode[-1]
+        for part, loaded in zip(to if isinstance(to, tuple) else (to,), self._loaded, strict=True):
+            numbers = np.full(self.lanes, -1)
+            numbers[mask] = loaded
+            if kind[0] == "s":  # the sign is repeated where the register is larger
+                numbers = self._made(("ld", kind), [numbers])
+            self._set(part, numbers, mask)
+
+    def _follow_st(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        to, source, *_ = item.operands
+        if self._space(item) == "param":
+            raise Unsupported(item.text)
+        self._must_have_known_address(to, mask, item)
+        kind = item.opcode[-1]
+        parts = source if isinstance(source, tuple) else (source,)
+        self._storing = iter([(self._number(part, f"u{8 * SIZES[kind]}"), self._width(part, kind)) for part in parts])
+        concrete(mask)
+
+    def _width(self, part: Operand, kind: str) -> int:
+        found = self._registers.get(part) if isinstance(part, str) else None
+        return SIZES[kind] if found is None else found.dtype.itemsize
+
+    def _must_have_known_address(self, operand: Operand, mask: Array, item: Instruction) -> None:
+        assert isinstance(operand, Address)
+        if operand.base in self._numbers:
+            self._must_be_known(self._numbers[operand.base], mask, item)
+
+    def _load(self, space: str, at: Array, size: int, mask: Array, text: str) -> Array:
+        values = super()._load(space, at, size, mask, text)
+        place = self._note(space, at, size, mask, [_READ] * size, text)
+        parts = [self._memory[space][place + k] for k in range(size)]
+        numbers = self._made(("bytes", str(size)), parts)
+        self._loaded.append(np.where(numbers < 0, self._terms.known(values), numbers))
+        return values
+
+    def _store(self, space: str, at: Array, size: int, values: Array, mask: Array, text: str) -> None:
+        super()._store(space, at, size, values, mask, text)
+        if self._copying is not None:
+            numbers, width = self._copied(mask), size
+        else:
+            numbers, width = next(self._storing)
+        numbers = numbers[mask]
+        shifted = [(values.astype(np.uint64) >> np.uint64(8 * k)) & np.uint64(0xFF) for k in range(size)]
+        parts = [
+            np.where(numbers < 0, self._terms.known(bits), self._terms.made(("byte", str(k), str(width)), numbers))
+            for k, bits in enumerate(shifted)
+        ]
+        place = self._note(space, at, size, mask, parts, text)
+        for k, part in enumerate(parts):
+            self._memory[space][place + k] = part
+
+    def _note(self, space: str, at: Array, size: int, mask: Array, values: Sequence[Any], text: str) -> Array:
+        """Keep an access for `findings`. Out: its places, of the lanes of the mask."""
+        if space == "local":
+            raise Unsupported(f"local memory: {text}")
+        place = self._where(space, at, mask, text)[1]
+        thread = np.flatnonzero(mask)
+        now = self._epoch[self._block[mask]]
+        warp = self._of_warp[self._warp[mask]]
+        begun = now if self._copying is None else self._copying.begun[self._block[mask]]
+        for back in range(int((now - begun).max(initial=0)) + 1):  # a copy may write at any time until it is waited for
+            taking = now - back >= begun
+            for k, value in enumerate(values):
+                of_warp = warp if self._copying is None else np.full(len(place), _ANY_TIME)
+                columns = (place + k, thread, now - back, of_warp, np.broadcast_to(value, place.shape))
+                self._log[space].append(np.stack(columns)[:, taking].astype(np.int64))
+        return place
+
+    def _follow_cp(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        for operand in item.operands:
+            if isinstance(operand, Address):
+                self._must_have_known_address(operand, mask, item)
+            elif isinstance(operand, str):
+                self._must_be_known(self._numbers[operand], mask, item)
+        concrete(mask)
+
+    def _copy(self, copy: Copy) -> None:
+        self._copying = copy
+        self._loaded = []
+        super()._copy(copy)
+        self._copying = None
+
+    def _copied(self, mask: Array) -> Numbers:
+        """What a copy has just loaded; zeros where nothing was given."""
+        assert self._copying is not None
+        k = 4 * (len(self._loaded) - 1)
+        reading = mask & (self._copying.given > k)
+        if (self._copying.given[reading] < k + 4).any():
+            raise Unsupported(f"a part of a word: {self._copying.text}")
+        numbers = self._terms.known(np.zeros(self.lanes, np.uint32))
+        numbers[reading] = self._loaded[-1]
+        return numbers
+
+    # ---- between lanes -------------------------------------------------------------------------------------
+
+    def _do_bar(self, item: Instruction, mask: Array) -> None:
+        super()._do_bar(item, mask)
+        if item.opcode[1] == "warp":
+            whole = mask.reshape(-1, WARP)
+            if (whole.any(1) & ~whole.all(1)).any():
+                raise Unsupported(f"a part of a warp: {item.text}")
+            self._of_warp[whole.all(1)] += 1
+
+    _do_barrier = _do_bar
+
+    def _follow_shfl(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        *to, source, lane, clamp, _ = item.operands
+        for operand in (lane, clamp):
+            self._must_be_known(self._number(operand, "u32"), mask, item)
+        mode = next(word for word in item.opcode if word in ("up", "down", "bfly", "idx"))
+        by = self._read(lane, "u32"), self._read(clamp, "u32")
+        taken, _ = warps.shuffled(self._number(source, "b32"), mode, *by, mask)
+        concrete(mask)
+        self._set(to[0], taken, mask)
+        for register in to[1:]:
+            self._set(register, np.full(self.lanes, -1), mask)
+
+    def _follow_vote(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        """Also ``redux``: of the lanes that take part, in any order."""
+        to, source, *_ = item.operands
+        kind = item.opcode[-1] if item.opcode[0] == "redux" else "pred"
+        given = self._number(source, kind)
+        is_placed = "ballot" in item.opcode
+        numbers = np.full(self.lanes, -1)
+        for warp, taking in enumerate(mask.reshape(-1, WARP)):
+            own = given[warp * WARP : (warp + 1) * WARP]
+            chosen = own[taking].tolist()
+            if any(number >= 0 for number in chosen):
+                places = np.flatnonzero(taking).tolist() if is_placed else []
+                values = (*places, *(chosen if is_placed else sorted(chosen)))
+                numbers[warp * WARP : (warp + 1) * WARP] = self._terms.together(item.opcode, values)
+        concrete(mask)
+        self._set(to, numbers, mask)
+
+    _follow_redux = _follow_vote
+
+    def _follow_ldmatrix(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        to, source = item.operands
+        assert isinstance(to, tuple)
+        pointing = mask & (np.arange(self.lanes) % WARP < 8 * len(to))
+        self._must_have_known_address(source, pointing, item)
+        self._loaded = []
+        concrete(mask)
+        rows = np.full((self.lanes, 8), -1)
+        rows[pointing] = np.stack(self._loaded, axis=1)
+        for n, part in enumerate(to):
+            pair = warps.matrix_part(rows, n, "trans" in item.opcode)
+            self._set(part, self._made(("join", "2x16"), pair), mask)
+
+    def _follow_stmatrix(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        to, source = item.operands
+        parts = source if isinstance(source, tuple) else (source,)
+        self._must_have_known_address(to, mask & (np.arange(self.lanes) % WARP < 8 * len(parts)), item)
+        rows = np.zeros((self.lanes, 8), np.int64)
+        for n, part in enumerate(parts):
+            whole = self._number(part, "b32")
+            bits = self._read(part, "b32")
+            halves = [self._half(whole, bits, k) for k in range(2)]
+            warps.set_matrix(rows, n, (halves[0], halves[1]), "trans" in item.opcode)
+        self._storing = iter([(rows[:, k], 2) for k in range(8)])
+        concrete(mask)
+
+    def _half(self, whole: Numbers, bits: Array, k: int) -> Numbers:
+        known = self._terms.known((bits >> np.uint32(16 * k)) & np.uint32(0xFFFF))
+        return np.where(whole < 0, known, self._terms.made(("part", str(k), "2x16"), whole))
+
+    def _follow_mma(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        to, *operands = item.operands
+        assert isinstance(to, tuple)
+        registers = [part for operand in operands for part in (operand if isinstance(operand, tuple) else (operand,))]
+        given = np.stack([self._number(part, "b32") for part in registers], axis=1).reshape(-1, WARP * len(registers))
+        whole = np.repeat([self._terms.together(item.opcode, row) for row in given.tolist()], WARP)
+        concrete(mask)
+        lane = self._terms.known(np.arange(self.lanes) % WARP)
+        for n, part in enumerate(to):
+            self._set(part, self._terms.made(("element", str(n)), whole, lane), mask)
+
+
+# ---- pairs of accesses -----------------------------------------------------------------------------------
+
+_PLACE, _THREAD, _INTERVAL, _OF_WARP, _VALUE = range(5)  # rows of the log
+
+
+def _compare(space: str, log: Array, threads: int, found: Findings) -> None:
+    """Note the races of one memory, whose accesses are the columns of ``log``, in the order of one schedule."""
+    block = log[_THREAD] // threads
+    # Between two barriers of a block; places of shared memory belong to one block. Blocks are ordered by nothing.
+    stretch = log[_INTERVAL] if space == "shared" else np.zeros_like(block)
+    order = np.lexsort((np.arange(log.shape[1]), stretch, log[_PLACE]))
+    sorted_log = log[:, order]
+    begins = np.flatnonzero(np.any(np.diff(np.stack([sorted_log[_PLACE], stretch[order]]), axis=1), axis=0)) + 1
+    begins = np.concatenate([[0], begins])
+    writes = np.logical_or.reduceat(sorted_log[_VALUE] != _READ, begins)
+    several = np.maximum.reduceat(sorted_log[_THREAD], begins) != np.minimum.reduceat(sorted_log[_THREAD], begins)
+    ends = np.concatenate([begins[1:], [log.shape[1]]])
+    for n in np.flatnonzero(writes & several):
+        accesses = list(map(tuple, sorted_log[:, begins[n] : ends[n]].T.tolist()))
+        problem, is_twice = _problem(accesses, threads)
+        found.one_value += is_twice
+        if problem and len(found.races) < _MOST_RACES:
+            found.races.append(f"{space} memory, byte {accesses[0][_PLACE]}: {problem}")
+
+
+def _problem(accesses: Sequence[tuple[int, ...]], threads: int) -> tuple[str, bool]:
+    """Of the accesses to one byte: a pair without order that may differ, and whether threads write one value to it."""
+    is_twice = False
+    for (n, first), (m, second) in itertools.combinations(enumerate(accesses), 2):
+        if _READ == first[_VALUE] == second[_VALUE] or _ordered(first, second, threads):
+            continue
+        if first[_VALUE] != _READ != second[_VALUE]:
+            if first[_VALUE] != second[_VALUE]:
+                return f"threads {first[_THREAD]} and {second[_THREAD]} write what may differ", False
+            is_twice = True
+            continue
+        at, read, write = (m, second, first) if second[_VALUE] == _READ else (n, first, second)
+        if not _has_written_before(accesses[:at], read, write[_VALUE]):
+            return f"thread {read[_THREAD]} reads what thread {write[_THREAD]} writes", False
+    return "", is_twice
+
+
+def _ordered(a: tuple[int, ...], b: tuple[int, ...], threads: int) -> bool:
+    if a[_THREAD] == b[_THREAD]:
+        return True
+    if a[_THREAD] // threads != b[_THREAD] // threads:
+        return False
+    if a[_INTERVAL] != b[_INTERVAL]:
+        return True
+    if a[_THREAD] // WARP != b[_THREAD] // WARP or _ANY_TIME in (a[_OF_WARP], b[_OF_WARP]):
+        return False
+    return a[_OF_WARP] != b[_OF_WARP]
+
+
+def _has_written_before(accesses: Sequence[tuple[int, ...]], read: tuple[int, ...], value: int) -> bool:
+    """Has a reader itself written this value, between the same barriers? Then it reads no other."""
+    own = [access for access in accesses if access[_VALUE] != _READ and access[1:4] == read[1:4]]
+    return bool(own) and own[-1][_VALUE] == value
