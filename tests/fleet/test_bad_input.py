@@ -39,6 +39,7 @@ def urls(postgres: Postgres) -> Iterator[dict[str, str]]:
             "password": own.replace(PASSWORD, "wr0ng"),
             "rights": own.replace("owner:", "newcomer:"),
         }
+    postgres.sql("DROP ROLE newcomer")  # the server outlives this module, whose tests one process may begin twice
 
 
 @pytest.mark.parametrize(
