@@ -22,6 +22,7 @@ from ptx.text import SIZES, Address, Immediate, Instruction, Operand, Program, U
 
 WARP = 32
 MOST_STEPS = 3_000_000  # instructions of a launch: a loop that does not end
+_WORDS = {"relu", "xorsign", "abs"}  # of an opcode, which no rule of `ptx.arithmetic` knows
 _SPACES = ("global", "shared", "local", "param")
 Array = Any
 # Of NVIDIA's libdevice, which are not inlined. This one gets the absolute value of a base, and no special numbers.
@@ -217,6 +218,8 @@ class Machine:
             return lambda mask: None
         rule = rule_of(name)
         words, kind = item.opcode, item.opcode[-1]
+        if not _WORDS.isdisjoint(words[1:]) or ("sat" in words and kind[0] in "su"):
+            raise Unsupported(item.text)
         kinds = self._operand_types(item)
         destination, *sources = item.operands
 
@@ -261,7 +264,20 @@ class Machine:
 
     def _do_cvt(self, item: Instruction, mask: Array) -> None:
         to, *sources = item.operands
-        self._write(to, converted(item.opcode, *(self._read(s, item.opcode[-1]) for s in sources)), mask)
+        if "sat" in item.opcode and all(word[0] in "su" for word in item.opcode[-2:]):
+            raise Unsupported(item.text)
+        found = converted(item.opcode, *(self._read(s, item.opcode[-1]) for s in sources))
+        self._write(to, self._extended(to, found) if found.dtype.kind == "i" else found, mask)
+
+    def _extended(self, to: Operand, values: Array) -> Array:
+        """Signed numbers as wide as a register that is wider: their sign is repeated."""
+        size = max(values.dtype.itemsize, self._width(to))
+        return values.astype(f"i{size}")
+
+    def _width(self, operand: Operand) -> int:
+        """Bytes of a register; 0 of anything else."""
+        found = self._registers.get(operand) if isinstance(operand, str) else None
+        return 0 if found is None else found.dtype.itemsize
 
     def _do_setp(self, item: Instruction, mask: Array) -> None:
         kind = item.opcode[-1]
@@ -274,10 +290,11 @@ class Machine:
             return
         found = compared(item.opcode, kind, self._read(a, kind), self._read(b, kind))
         others = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
-        for n, register in enumerate(to):
-            value = ~found if n else found
-            if item.opcode[2] in others:
-                value = others[item.opcode[2]](value, self._read(item.operands[-1], "pred"))
+        values = [found, ~found][: len(to)]
+        if item.opcode[2] in others:
+            third = self._read(item.operands[-1], "pred").copy()  # which may be written here
+            values = [others[item.opcode[2]](value, third) for value in values]
+        for register, value in zip(to, values, strict=True):
             self._write(register, value, mask)
 
     def _do_selp(self, item: Instruction, mask: Array) -> None:
@@ -341,9 +358,7 @@ class Machine:
         for n, part in enumerate(parts):
             found = np.zeros(self.lanes, f"u{size}")
             found[mask] = self._load(space, at + size * n, size, mask, item.text)
-            if kind[0] == "s":
-                found = found.view(TYPES[kind]).astype(TYPES["s32"] if size < 4 else TYPES[kind])
-            self._write(part, found if kind[0] != "s" or size >= 4 else found.astype(np.int16), mask)
+            self._write(part, self._extended(part, found.view(TYPES[kind])) if kind[0] == "s" else found, mask)
 
     def _do_st(self, item: Instruction, mask: Array) -> None:
         to, source, *_ = item.operands
@@ -445,6 +460,8 @@ class Machine:
 
     def _do_ldmatrix(self, item: Instruction, mask: Array) -> None:
         to, source = item.operands
+        if not {"m8n8", "b16"} <= set(item.opcode):
+            raise Unsupported(item.text)
         assert isinstance(to, tuple)
         at = self._address(source)
         count = 8 * len(to)
@@ -458,6 +475,8 @@ class Machine:
 
     def _do_stmatrix(self, item: Instruction, mask: Array) -> None:
         to, source = item.operands
+        if not {"m8n8", "b16"} <= set(item.opcode):
+            raise Unsupported(item.text)
         parts = source if isinstance(source, tuple) else (source,)
         at = self._address(to)
         pointing = mask & (np.arange(self.lanes) % WARP < 8 * len(parts))
@@ -492,6 +511,8 @@ class Machine:
         else:
             to, source, size, *rest = item.operands
             assert isinstance(size, Immediate)
+            if len(rest) > 1 or any(self._width(operand) not in (0, 4) for operand in rest):
+                raise Unsupported(item.text)  # a predicate that leaves the source out, or a policy of the caches
             given = self._read(rest[0], "u32") if rest else np.full(self.lanes, size.value)
             places = self._address(to).copy(), self._address(source).copy()
             begun = self._epoch.copy()

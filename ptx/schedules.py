@@ -19,14 +19,19 @@ import numpy as np
 from ptx import warps
 from ptx.machine import WARP, Copy, Launch, Machine
 from ptx.memory import Conflicts, Global
-from ptx.terms import Numbers, Terms
-from ptx.text import SIZES, Address, Instruction, Operand, Program, Unsupported
+from ptx.terms import ROUNDINGS, Numbers, Terms
+from ptx.text import SIZES, Address, Immediate, Instruction, Operand, Program, Unsupported
 
 Array = Any
 _MOST_RACES = 5
+_ALL_LANES = 0xFFFFFFFF
+_EVERYBODY = Immediate(-1, 0)
 _ANY_TIME = -1  # between two barriers of a warp
 _READ = 0  # the value of an access that writes none
-_SILENT = ("bra", "ret", "exit", "bar", "barrier", "createpolicy", "prefetch", "fence", "membar", "trap")
+_SILENT = ("bra", "ret", "exit", "bar", "barrier", "prefetch", "fence", "membar", "trap")
+_FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "tf32", "f32", "f64")
+_FLOATS_OF = frozenset(_FLOATS)
+_EXACT = ("setp", "testp", "selp", "mov", "neg", "abs", "cvt")  # the only bits that a float's instruction may give
 _Follow = Callable[[Instruction, Array], None]
 
 
@@ -42,6 +47,9 @@ class AllSchedules(Machine):
     """A launch whose values are followed as terms."""
 
     def __init__(self, program: Program, launch: Launch, memory: Global, named: dict[str, int]) -> None:
+        if launch.threads % WARP:
+            raise Unsupported(f"{launch.threads} threads, which are no whole warps")
+        self._place = {id(item): n for n, item in enumerate(program.code)}
         super().__init__(program, launch, memory, Conflicts(), named)
         self._terms = Terms()
         self._numbers = {name: self._terms.given(self.lanes) for name in self._registers}
@@ -52,14 +60,21 @@ class AllSchedules(Machine):
         self._storing: Iterator[tuple[Numbers, int]] = iter(())  # what it stores, of all lanes; bytes of the register
         self._copying: Copy | None = None
         self._log: dict[str, list[Array]] = {"shared": [], "global": []}
+        self._unchanging: list[Array] = []  # places of global memory that are read as what nobody writes
 
     def findings(self) -> Findings:
         """Run the launch. Raises Fault and Unsupported."""
         self.run()
+        self._finish_copies(-1)  # those that nobody has waited for
         found = Findings()
-        for space, parts in self._log.items():
-            if parts:
-                _compare(space, np.concatenate(parts, axis=1), self._launch.threads, found)
+        logs = {space: np.concatenate(parts, axis=1) for space, parts in self._log.items() if parts}
+        for space, log in logs.items():
+            if log.shape[1]:
+                _compare(space, log, self._launch.threads, found)
+        if self._unchanging and "global" in logs:
+            written = logs["global"][_PLACE][logs["global"][_VALUE] != _READ]
+            if np.isin(np.concatenate(self._unchanging), written).any():
+                raise Unsupported("what is read as unchanging memory is written")
         return found
 
     # ---- control -------------------------------------------------------------------------------------------
@@ -103,7 +118,11 @@ class AllSchedules(Machine):
         np.copyto(own, numbers, where=mask)
 
     def _made(self, words: Sequence[str], given: Sequence[Numbers]) -> Numbers:
-        """Of what an instruction makes; negative where all operands are known."""
+        """Of what an instruction makes; negative where all operands are known and the result has no other bits than
+        those that were computed here: special functions differ, and so do the bits of a NaN."""
+        is_rounded = words[0] == "cvt" and all(word in _FLOATS for word in words[-3:-1])
+        if is_rounded or (words[0] not in _EXACT and not _FLOATS_OF.isdisjoint(words[1:])):
+            return self._terms.made(words, *given)
         is_known = np.logical_and.reduce([numbers < 0 for numbers in given])
         return np.where(is_known, -1, self._terms.made(words, *given))
 
@@ -121,8 +140,16 @@ class AllSchedules(Machine):
             kinds = self._operand_types(item)
         given = [self._number(source, own) for source, own in zip(sources, kinds, strict=False)]
         concrete(mask)
-        for n, register in enumerate(to):
-            self._set(register, self._made((*item.opcode, str(n)), given), mask)
+        made = [self._made((*item.opcode, str(n)), given) for n in range(len(to))]
+        if name in ("add", "sub") and kind in _FLOATS and not ROUNDINGS & set(item.opcode):
+            is_product = np.logical_or.reduce([self._terms.are_products(numbers) for numbers in given])
+            words = ("contracted", *item.opcode, str(self._place[id(item)]))
+            made = [np.where(is_product, self._terms.made(words, *given), numbers) for numbers in made]
+        for register, numbers in zip(to, made, strict=True):
+            self._set(register, numbers, mask)
+
+    def _follow_createpolicy(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        self._set(item.operands[0], self._terms.given(self.lanes), mask)
 
     def _follow_selp(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
         to, a, b, chosen = item.operands
@@ -164,8 +191,12 @@ class AllSchedules(Machine):
             return
         self._must_have_known_address(source, mask, item)
         self._loaded = []
-        concrete(mask)
         kind = item.opcode[-1]
+        if ".nc." in item.text:
+            at = self._address(source)[mask] - self._global.base
+            count = SIZES[kind] * (len(to) if isinstance(to, tuple) else 1)
+            self._unchanging.append((at[:, None] + np.arange(count)).reshape(-1))
+        concrete(mask)
         for part, loaded in zip(to if isinstance(to, tuple) else (to,), self._loaded, strict=True):
             numbers = np.full(self.lanes, -1)
             numbers[mask] = loaded
@@ -180,12 +211,9 @@ class AllSchedules(Machine):
         self._must_have_known_address(to, mask, item)
         kind = item.opcode[-1]
         parts = source if isinstance(source, tuple) else (source,)
-        self._storing = iter([(self._number(part, f"u{8 * SIZES[kind]}"), self._width(part, kind)) for part in parts])
+        size = SIZES[kind]
+        self._storing = iter([(self._number(part, f"u{8 * size}"), self._width(part) or size) for part in parts])
         concrete(mask)
-
-    def _width(self, part: Operand, kind: str) -> int:
-        found = self._registers.get(part) if isinstance(part, str) else None
-        return SIZES[kind] if found is None else found.dtype.itemsize
 
     def _must_have_known_address(self, operand: Operand, mask: Array, item: Instruction) -> None:
         assert isinstance(operand, Address)
@@ -220,6 +248,8 @@ class AllSchedules(Machine):
         """Keep an access for `findings`. Out: its places, of the lanes of the mask."""
         if space == "local":
             raise Unsupported(f"local memory: {text}")
+        if self._copying is None:
+            self._must_not_touch_its_copies(space, at, size, mask, text)
         place = self._where(space, at, mask, text)[1]
         thread = np.flatnonzero(mask)
         now = self._epoch[self._block[mask]]
@@ -233,7 +263,21 @@ class AllSchedules(Machine):
                 self._log[space].append(np.stack(columns)[:, taking].astype(np.int64))
         return place
 
+    def _must_not_touch_its_copies(self, space: str, at: Array, size: int, mask: Array, text: str) -> None:
+        """A thread is not ordered with a copy that it has begun and not waited for."""
+        for copy in filter(None, self._copies):
+            begin = (copy.to if space == "shared" else copy.source)[mask]
+            if (copy.mask[mask] & (at < begin + copy.size) & (begin < at + size)).any():
+                raise Unsupported(f"a thread touches what its own copy may not have copied: {text}")
+
     def _follow_cp(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+        if item.opcode[2] in ("commit_group", "wait_group", "wait_all") and not mask.all():
+            raise Unsupported(f"a part of the threads: {item.text}")
+        if item.operands and isinstance(item.operands[0], Address):
+            size = item.operands[2]
+            assert isinstance(size, Immediate)
+            at = self._address(item.operands[0])[mask]
+            self._must_not_touch_its_copies("shared", at, size.value, mask, item.text)
         for operand in item.operands:
             if isinstance(operand, Address):
                 self._must_have_known_address(operand, mask, item)
@@ -261,17 +305,26 @@ class AllSchedules(Machine):
     # ---- between lanes -------------------------------------------------------------------------------------
 
     def _do_bar(self, item: Instruction, mask: Array) -> None:
-        super()._do_bar(item, mask)
         if item.opcode[1] == "warp":
-            whole = mask.reshape(-1, WARP)
-            if (whole.any(1) & ~whole.all(1)).any():
-                raise Unsupported(f"a part of a warp: {item.text}")
-            self._of_warp[whole.all(1)] += 1
+            self._must_be_whole_warps(item, mask, item.operands[0])
+            self._of_warp[mask.reshape(-1, WARP).all(1)] += 1
+        elif item.operands != (Immediate(0, 0),):
+            raise Unsupported(f"another barrier than the first: {item.text}")
+        super()._do_bar(item, mask)
+
+    def _must_be_whole_warps(self, item: Instruction, mask: Array, members: Operand = _EVERYBODY) -> None:
+        """What only a part of a warp does together is not defined, or is ordered in that part alone."""
+        named = self._number(members, "u32")
+        self._must_be_known(named, mask, item)
+        warps_of = mask.reshape(-1, WARP)
+        if (warps_of.any(1) & ~warps_of.all(1)).any() or (self._read(members, "u32")[mask] != _ALL_LANES).any():
+            raise Unsupported(f"a part of a warp: {item.text}")
 
     _do_barrier = _do_bar
 
     def _follow_shfl(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
-        *to, source, lane, clamp, _ = item.operands
+        *to, source, lane, clamp, members = item.operands
+        self._must_be_whole_warps(item, mask, members)
         for operand in (lane, clamp):
             self._must_be_known(self._number(operand, "u32"), mask, item)
         mode = next(word for word in item.opcode if word in ("up", "down", "bfly", "idx"))
@@ -284,7 +337,8 @@ class AllSchedules(Machine):
 
     def _follow_vote(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
         """Also ``redux``: of the lanes that take part, in any order."""
-        to, source, *_ = item.operands
+        to, source, members = item.operands
+        self._must_be_whole_warps(item, mask, members)
         kind = item.opcode[-1] if item.opcode[0] == "redux" else "pred"
         given = self._number(source, kind)
         is_placed = "ballot" in item.opcode
@@ -303,6 +357,7 @@ class AllSchedules(Machine):
 
     def _follow_ldmatrix(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
         to, source = item.operands
+        self._must_be_whole_warps(item, mask)
         assert isinstance(to, tuple)
         pointing = mask & (np.arange(self.lanes) % WARP < 8 * len(to))
         self._must_have_known_address(source, pointing, item)
@@ -316,6 +371,7 @@ class AllSchedules(Machine):
 
     def _follow_stmatrix(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
         to, source = item.operands
+        self._must_be_whole_warps(item, mask)
         parts = source if isinstance(source, tuple) else (source,)
         self._must_have_known_address(to, mask & (np.arange(self.lanes) % WARP < 8 * len(parts)), item)
         rows = np.zeros((self.lanes, 8), np.int64)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]  # one a lane
+ROUNDINGS = {"rn", "rz", "rm", "rp"}  # without one the assembler may round a product and its sum once
 _EITHER_WAY = ("add", "mul", "min", "max", "fma", "mad", "and", "or", "xor")  # in the first two operands
 _WHOLES = {"part": "join", "byte": "bytes"}  # of a register, and of memory
 _ORDERED = ("f64", "cc")  # but for these: float64 keeps the bits of a NaN, and a carry is a second result
@@ -81,6 +82,19 @@ class Terms:
             return None
         whole = {key[1] for key in keys}
         return int(whole.pop()[0]) if len(whole) == 1 else None
+
+    def are_products(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
+        """Which of them an assembler may round once with a sum: products that name no rounding, also with a sign."""
+        unique, inverse = np.unique(numbers, return_inverse=True)
+        return np.array([self._is_product(number) for number in unique.tolist()], np.bool_)[inverse]
+
+    def _is_product(self, number: int) -> bool:
+        if number <= 0 or self._keys[number][0] == "given":
+            return False
+        words, operands = self._keys[number]
+        if words[0] in ("neg", "abs"):
+            return self._is_product(operands[0])
+        return words[0] == "mul" and not ROUNDINGS & set(words)
 
     def together(self, words: Sequence[str], numbers: Sequence[int]) -> int:
         """The number of what is made of many values at once."""

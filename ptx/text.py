@@ -101,6 +101,8 @@ def parse(text: str) -> Program:
         for name in map(str.strip, names.split(",")):
             ranged = re.fullmatch(r"(%\w+?)<(\d+)>", name)
             numbered = [f"{ranged[1]}{n}" for n in range(int(ranged[2]))] if ranged else [name]
+            if not registers.keys().isdisjoint(numbered):
+                raise Unsupported(f"register {name} is declared twice")
             registers |= dict.fromkeys(numbered, kind)
     memory = {}
     for space, align, kind, name, count, data in _MEMORY.findall(text):

@@ -59,7 +59,7 @@ def reduced(values: Array, word: str, mask: Array) -> Array:
     found = values.copy()
     rows, taking = values.reshape(-1, WARP), mask.reshape(-1, WARP)
     for n in np.flatnonzero(taking.any(1)):
-        found[n * WARP : (n + 1) * WARP] = rules[word].reduce(rows[n][taking[n]])
+        found[n * WARP : (n + 1) * WARP] = rules[word].reduce(rows[n][taking[n]], dtype=values.dtype)
     return found
 
 

@@ -132,6 +132,26 @@ def test_where_ways_meet() -> None:
     assert program.code[branch].guard == "%p1" and program.code[place].text == "add.s32 %r9, %r9, %r2"
 
 
+@pytest.mark.parametrize(("body", "expected"), [
+    ("mov.b32 %r9, 255; st.shared.b8 [%r7], %r9; ld.shared.s8 %r10, [%r7];", 2**32 - 1),
+    ("mov.b32 %r9, 255; cvt.s8.s32 %r10, %r9;", 2**32 - 1),
+    ("mov.b32 %r9, 127; cvt.s8.s32 %r10, %r9;", 127),
+    ("setp.eq.s32 %p1, %r2, %r2; setp.lt.and.s32 %p1|%p2, %r2, 0, %p1; selp.b32 %r10, 1, 0, %p2;", 1),
+    ("mov.b32 %r9, 0x7fffffff; redux.sync.add.s32 %r10, %r9, -1;", 2**32 - 32),
+])  # fmt: skip
+def test_values_in_wider_registers_and_those_that_overflow(body: str, expected: int) -> None:
+    assert launch(body + "st.global.b32 [%rd4], %r10;", [0], 64)[0] == [expected] * 64
+
+
+@pytest.mark.parametrize("body", [
+    "add.sat.s32 %r10, %r2, 1;", "cvt.sat.u8.s32 %r10, %r2;", "{ .reg .b32 %r9; mov.b32 %r9, 7; }",
+    "setp.ne.s32 %p1, %r2, %r2; cp.async.ca.shared.global [tile], [%rd1], 4, %p1;",
+])  # fmt: skip
+def test_what_is_not_understood_is_unsupported(body: str) -> None:
+    with pytest.raises(Unsupported):
+        launch(body, [0], 64)
+
+
 COPY = """cp.async.cg.shared.global [ %r21 + 0 ], [ %rd5 + 0 ], 0x10, %r22; cp.async.commit_group; {}
   ld.shared.b32 %r12, [%r7]; st.global.b32 [%rd4], %r12;"""
 

@@ -69,6 +69,24 @@ def test_operands_of_what_is_commutative_may_change_places(word: str, is_one: bo
     assert bool(found.races) is not is_one
 
 
+# Lane 0 and lane 1 add the same two products. The assembler rounds one of them together with the sum.
+PRODUCTS = """ld.global.b32 %r10, [%rd3]; ld.global.b32 %r11, [%rd3+256]; shfl.sync.bfly.b32 %r12, %r10, 1, 31, -1;
+  shfl.sync.bfly.b32 %r13, %r11, 1, 31, -1; mul.f32 %r14, %r10, %r11; mul.f32 %r15, %r12, %r13;
+  add.f32 %r16, %r14, %r15; setp.lt.s32 %p1, %r2, 2; @%p1 st.shared.b32 [tile], %r16;"""
+
+
+def test_a_product_and_its_sum_may_be_rounded_once() -> None:
+    assert findings(PRODUCTS).races
+    assert findings(PRODUCTS.replace("add.f32 %r16", "neg.f32 %r14, %r14; sub.f32 %r16")).races
+    rounded = findings(PRODUCTS.replace("mul.f32", "mul.rn.f32"))
+    assert not rounded.races and rounded.one_value == 4
+
+
+def test_one_instruction_rounds_alike_in_all_lanes() -> None:
+    found = findings(LANES + "mul.f32 %r11, %r10, %r10; add.f32 %r14, %r11, %r10;" + TO_ITS_LANE)
+    assert not found.races and found.one_value == 4 * 32
+
+
 def test_float64_keeps_the_bits_of_a_nan() -> None:
     body = """ld.global.b64 %rd5, [%rd1]; ld.global.b64 %rd6, [%rd1+8]; setp.lt.s32 %p1, %r2, 32;
     selp.b64 %rd7, %rd5, %rd6, %p1; selp.b64 %rd8, %rd6, %rd5, %p1; add.f64 %rd5, %rd7, %rd8;
@@ -137,13 +155,44 @@ def test_a_copy_may_write_until_it_is_waited_for() -> None:
     )
     copy += COPY.replace("cp.async.cg", "@%p1 cp.async.cg")
     assert not findings(copy.format("cp.async.wait_group 0x0; bar.sync 0;")).races
-    early = "ld.shared.b32 %r9, [tile]; bar.sync 0; {} cp.async.wait_group 0x0; bar.sync 0;"
-    assert findings(copy.format(early.format(""))).races
-    assert (
-        findings("ld.shared.b32 %r9, [tile]; bar.sync 0;" + copy.format("cp.async.wait_group 0x0; bar.sync 0;")).races
-        == []
+    others = "setp.gt.s32 %p2, %r2, 31; @%p2 ld.shared.b32 %r9, [tile]; cp.async.wait_group 0x0; bar.sync 0;"
+    assert "reads what" in findings(copy.format(others)).races[0]
+    assert findings(copy.format("bar.sync 0;" + others)).races
+    before = "ld.shared.b32 %r9, [tile]; bar.sync 0;"
+    assert not findings(before + copy.format("cp.async.wait_group 0x0; bar.sync 0;")).races
+    forgotten = copy.partition("cp.async.commit_group;")[0].replace(
+        "mad.lo.s32 %r21, %r2, 16, %r20", "mov.b32 %r21, %r20"
     )
-    assert findings(copy.format("bar.sync 0; ld.shared.b32 %r9, [tile]; cp.async.wait_group 0x0; bar.sync 0;")).races
+    assert findings(forgotten).races  # all into one place, and nobody waits
+
+
+ONE_WORD = "mad.lo.s32 %r21, %r2, 4, %r20; mad.wide.s32 %rd5, %r2, 4, %rd1;"
+COPY_A_WORD = ONE_WORD + "{} cp.async.ca.shared.global [%r21], [%rd5], 4; cp.async.commit_group; {}"
+HALVES = "and.b32 %r12, %r2, 16; mov.b32 %r13, 0xffff; shl.b32 %r13, %r13, %r12; ld.global.b32 %r10, [%rd3];"
+
+
+@pytest.mark.parametrize("body", [
+    COPY_A_WORD.format("", "ld.shared.b32 %r10, [%r21]; cp.async.wait_group 0;"),  # its own copy
+    COPY_A_WORD.format("mov.b32 %r9, 0;", "st.global.b32 [%rd5], %r9; cp.async.wait_group 0;"),
+    COPY_A_WORD.format("", "cp.async.ca.shared.global [%r21], [%rd5+4], 4; cp.async.wait_group 0;"),
+    COPY_A_WORD.format("setp.eq.s32 %p1, %r2, 0;", "@%p1 cp.async.wait_group 0; bar.sync 0;"),
+    ONE_WORD + "setp.ne.s32 %p1, %r2, %r2; cp.async.ca.shared.global [tile], [%rd5], 4, %p1;",
+    HALVES + "bar.warp.sync %r13;",
+    HALVES + "redux.sync.max.s32 %r14, %r10, %r13;",
+    HALVES + "setp.gt.s32 %p2, %r10, 0; vote.sync.ballot.b32 %r14, %p2, %r13;",
+    "setp.lt.s32 %p1, %r2, 16; @%p1 shfl.sync.bfly.b32 %r11, %r2, 1, 31, -1;",
+    "shr.u32 %r12, %r2, 5; bar.sync %r12;",
+    "ld.global.nc.b32 %r10, [%rd4]; st.global.b32 [%rd4], %r2;",
+    "mov.b32 %r9, 0f3E99999A; ex2.approx.f32 %r10, %r9; setp.ne.s32 %p1, %r10, 7; @%p1 st.shared.b32 [tile], %r2;",
+])  # fmt: skip
+def test_what_is_not_ordered_by_rules_that_are_known_here_is_refused(body: str) -> None:
+    with pytest.raises(Unsupported):
+        findings(body)
+
+
+def test_warps_must_be_whole() -> None:
+    with pytest.raises(Unsupported, match="48 threads"):
+        findings("", threads=48)
 
 
 @pytest.mark.parametrize("body", [
