@@ -79,6 +79,9 @@ _MEMORY = re.compile(
 )
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([^;]+);")
 _PARAMETER = re.compile(r"\.param\s+\.(\w+)(?:\s+\.ptr[^,]*?)?\s+(\w+)\s*$")
+_BLOCK = re.compile(
+    r"(?<=[;{}:])\s*\{((?:[^{}]|\{[^{};]*\})*)\}"
+)  # the innermost; braces of a vector hold no statement
 _LABEL = re.compile(r"\s*([$\w]+)\s*:")
 _IGNORED = (".loc", ".file", ".pragma", ".reg", ".param", ".section", ".callprototype")
 _HINTS = re.compile(r"^(L1::|L2::|level::|nc$|weak$|volatile$|relaxed$|gpu$|cta$|sys$|uni$)")
@@ -95,7 +98,7 @@ def parse(text: str) -> Program:
         if found is None:
             raise Unsupported(f"a parameter: {line}")
         parameters.append(Parameter(found[2], SIZES[found[1]]))
-    body = _body(text[entry.end() :])
+    body = _without_blocks(_body(text[entry.end() :]))
     registers: dict[str, str] = {}
     for kind, names in _REGISTERS.findall(body):
         for name in map(str.strip, names.split(",")):
@@ -119,6 +122,25 @@ def _body(text: str) -> str:
         if not depth:
             return text[text.index("{") + 1 : found.start()]
     raise Unsupported("expected a kernel that ends, found none")
+
+
+def _without_blocks(body: str) -> str:
+    """The same without inner blocks, whose registers get names of their own."""
+    count = 0
+
+    def opened(block: re.Match[str]) -> str:
+        nonlocal count
+        count += 1
+        inside = block[1]
+        for names in (found[1] for found in _REGISTERS.findall(inside)):
+            for name in filter(re.compile(r"[%\w]+").fullmatch, map(str.strip, names.split(","))):
+                inside = re.sub(rf"(?<![\w%$.]){re.escape(name)}(?![\w$])", f"{name}_{count}_of_block", inside)
+        return f" {inside} "
+
+    found, changed = body, 1
+    while changed:
+        found, changed = _BLOCK.subn(opened, found)
+    return found
 
 
 def _bytes_of(data: str, size: int) -> bytes:

@@ -136,6 +136,7 @@ def test_where_ways_meet() -> None:
     ("mov.b32 %r9, 255; st.shared.b8 [%r7], %r9; ld.shared.s8 %r10, [%r7];", 2**32 - 1),
     ("mov.b32 %r9, 255; cvt.s8.s32 %r10, %r9;", 2**32 - 1),
     ("mov.b32 %r9, 127; cvt.s8.s32 %r10, %r9;", 127),
+    ("mov.b32 %r10, 5; { .reg .b32 %r10; mov.b32 %r10, 7; mov.b32 {%rs1, %rs2}, %r10; { .reg .b32 t; mov.b32 t, 9; } }", 5),
     ("setp.eq.s32 %p1, %r2, %r2; setp.lt.and.s32 %p1|%p2, %r2, 0, %p1; selp.b32 %r10, 1, 0, %p2;", 1),
     ("mov.b32 %r9, 0x7fffffff; redux.sync.add.s32 %r10, %r9, -1;", 2**32 - 32),
 ])  # fmt: skip
@@ -144,7 +145,7 @@ def test_values_in_wider_registers_and_those_that_overflow(body: str, expected: 
 
 
 @pytest.mark.parametrize("body", [
-    "add.sat.s32 %r10, %r2, 1;", "cvt.sat.u8.s32 %r10, %r2;", "{ .reg .b32 %r9; mov.b32 %r9, 7; }",
+    "add.sat.s32 %r10, %r2, 1;", "cvt.sat.u8.s32 %r10, %r2;", ".reg .b32 %r9;",
     "setp.ne.s32 %p1, %r2, %r2; cp.async.ca.shared.global [tile], [%rd1], 4, %p1;",
 ])  # fmt: skip
 def test_what_is_not_understood_is_unsupported(body: str) -> None:
