@@ -136,7 +136,7 @@ def test_where_ways_meet() -> None:
     ("mov.b32 %r9, 255; st.shared.b8 [%r7], %r9; ld.shared.s8 %r10, [%r7];", 2**32 - 1),
     ("mov.b32 %r9, 255; cvt.s8.s32 %r10, %r9;", 2**32 - 1),
     ("mov.b32 %r9, 127; cvt.s8.s32 %r10, %r9;", 127),
-    ("mov.b32 %r10, 5; { .reg .b32 %r10; mov.b32 %r10, 7; mov.b32 {%rs1, %rs2}, %r10; { .reg .b32 t; mov.b32 t, 9; } }", 5),
+    ("mov.b32 %r10, 5; { .reg .b32 %r10, t; mov.b32 %r10, 7; mov.b32 {%rs1, %rs2}, %r10; { .reg .b32 t; } }", 5),
     ("setp.eq.s32 %p1, %r2, %r2; setp.lt.and.s32 %p1|%p2, %r2, 0, %p1; selp.b32 %r10, 1, 0, %p2;", 1),
     ("mov.b32 %r9, 0x7fffffff; redux.sync.add.s32 %r10, %r9, -1;", 2**32 - 32),
 ])  # fmt: skip
