@@ -40,10 +40,11 @@ from autofuse.codegen.triton.source import TritonSource, natural_assumptions, re
 from autofuse.errors import AutofuseError, CompilerError, ShapeError
 from autofuse.ir.records import make_config
 from benchmarks.common import commit, encode_rows, machine
+from ptx.accesses import Findings
 from ptx.kernels import PtxKernel
 from ptx.machine import Launch
 from ptx.memory import Conflicts, Fault, Global
-from ptx.schedules import AllSchedules, Findings
+from ptx.schedules import AllSchedules
 from ptx.text import Program, Unsupported
 from ptx.work import GENERATOR, Work, all_work
 

@@ -9,38 +9,25 @@ by its barriers, those of a warp by ``bar.warp`` too, blocks by nothing.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ptx import warps
+from ptx.accesses import ANY_TIME, READ, Findings, compare, written_places
 from ptx.machine import WARP, Copy, Launch, Machine
 from ptx.memory import Conflicts, Global
 from ptx.terms import ROUNDINGS, Numbers, Terms
 from ptx.text import SIZES, Address, Immediate, Instruction, Operand, Program, Unsupported
 
 Array = Any
-_MOST_RACES = 5
 _ALL_LANES = 0xFFFFFFFF
 _EVERYBODY = Immediate(-1, 0)
-_ANY_TIME = -1  # between two barriers of a warp
-_READ = 0  # the value of an access that writes none
 _SILENT = ("bra", "ret", "exit", "bar", "barrier", "prefetch", "fence", "membar", "trap")
-_FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "tf32", "f32", "f64")
-_FLOATS_OF = frozenset(_FLOATS)
+_FLOATS = frozenset(("f16", "f16x2", "bf16", "bf16x2", "tf32", "f32", "f64"))
 _EXACT = ("setp", "testp", "selp", "mov", "neg", "abs", "cvt")  # the only bits that a float's instruction may give
-_Follow = Callable[[Instruction, Array], None]
-
-
-@dataclass
-class Findings:
-    """Of all schedules of a launch."""
-
-    races: list[str] = field(default_factory=list)  # the first ones
-    one_value: int = 0  # bytes that several threads write without order, all with one value
+_Step = Callable[[Array], None]  # what an instruction does to the lanes of a mask
 
 
 class AllSchedules(Machine):
@@ -69,10 +56,9 @@ class AllSchedules(Machine):
         found = Findings()
         logs = {space: np.concatenate(parts, axis=1) for space, parts in self._log.items() if parts}
         for space, log in logs.items():
-            if log.shape[1]:
-                _compare(space, log, self._launch.threads, found)
+            compare(space, log, self._launch.threads, found)
         if self._unchanging and "global" in logs:
-            written = logs["global"][_PLACE][logs["global"][_VALUE] != _READ]
+            written = written_places(logs["global"])
             if np.isin(np.concatenate(self._unchanging), written).any():
                 raise Unsupported("what is read as unchanging memory is written")
         return found
@@ -88,17 +74,13 @@ class AllSchedules(Machine):
         if (numbers[mask] >= 0).any():
             raise Unsupported(f"control or an address depends on data: {item.text}")
 
-    def _step(self, item: Instruction) -> _Follow:
+    def _step(self, item: Instruction) -> _Step:
         concrete = super()._step(item)
         name = item.opcode[0]
         if name in _SILENT:
             return concrete
         follow = getattr(self, f"_follow_{name}", self._follow)
-
-        def run(mask: Array) -> None:
-            follow(item, mask, concrete)
-
-        return run
+        return lambda mask: follow(item, mask, concrete)
 
     # ---- values --------------------------------------------------------------------------------------------
 
@@ -121,12 +103,12 @@ class AllSchedules(Machine):
         """Of what an instruction makes; negative where all operands are known and the result has no other bits than
         those that were computed here: special functions differ, and so do the bits of a NaN."""
         is_rounded = words[0] == "cvt" and all(word in _FLOATS for word in words[-3:-1])
-        if is_rounded or (words[0] not in _EXACT and not _FLOATS_OF.isdisjoint(words[1:])):
+        if is_rounded or (words[0] not in _EXACT and not _FLOATS.isdisjoint(words[1:])):
             return self._terms.made(words, *given)
         is_known = np.logical_and.reduce([numbers < 0 for numbers in given])
         return np.where(is_known, -1, self._terms.made(words, *given))
 
-    def _follow(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         """Instructions of which each lane's result depends on its operands alone."""
         if "cc" in item.opcode or item.opcode[0] in ("addc", "madc"):
             raise Unsupported(f"a carry: {item.text}")
@@ -148,10 +130,10 @@ class AllSchedules(Machine):
         for register, numbers in zip(to, made, strict=True):
             self._set(register, numbers, mask)
 
-    def _follow_createpolicy(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_createpolicy(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         self._set(item.operands[0], self._terms.given(self.lanes), mask)
 
-    def _follow_selp(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_selp(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         to, a, b, chosen = item.operands
         kind = item.opcode[-1]
         first, second, by = self._number(a, kind), self._number(b, kind), self._number(chosen, "pred")
@@ -160,7 +142,7 @@ class AllSchedules(Machine):
         concrete(mask)
         self._set(to, numbers, mask)
 
-    def _follow_mov(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_mov(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         to, source = item.operands
         kind = item.opcode[-1]
         if isinstance(source, tuple):
@@ -178,12 +160,12 @@ class AllSchedules(Machine):
             concrete(mask)
             self._set(to, numbers, mask)
 
-    def _follow_call(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_call(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         raise Unsupported(item.text)
 
     # ---- memory --------------------------------------------------------------------------------------------
 
-    def _follow_ld(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_ld(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         to, source, *_ = item.operands
         if self._space(item) == "param":
             concrete(mask)
@@ -204,7 +186,7 @@ class AllSchedules(Machine):
                 numbers = self._made(("ld", kind), [numbers])
             self._set(part, numbers, mask)
 
-    def _follow_st(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_st(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         to, source, *_ = item.operands
         if self._space(item) == "param":
             raise Unsupported(item.text)
@@ -222,7 +204,7 @@ class AllSchedules(Machine):
 
     def _load(self, space: str, at: Array, size: int, mask: Array, text: str) -> Array:
         values = super()._load(space, at, size, mask, text)
-        place = self._note(space, at, size, mask, [_READ] * size, text)
+        place = self._note(space, at, size, mask, [READ] * size, text)
         parts = [self._memory[space][place + k] for k in range(size)]
         numbers = self._made(("bytes", str(size)), parts)
         self._loaded.append(np.where(numbers < 0, self._terms.known(values), numbers))
@@ -258,7 +240,7 @@ class AllSchedules(Machine):
         for back in range(int((now - begun).max(initial=0)) + 1):  # a copy may write at any time until it is waited for
             taking = now - back >= begun
             for k, value in enumerate(values):
-                of_warp = warp if self._copying is None else np.full(len(place), _ANY_TIME)
+                of_warp = warp if self._copying is None else np.full(len(place), ANY_TIME)
                 columns = (place + k, thread, now - back, of_warp, np.broadcast_to(value, place.shape))
                 self._log[space].append(np.stack(columns)[:, taking].astype(np.int64))
         return place
@@ -270,7 +252,7 @@ class AllSchedules(Machine):
             if (copy.mask[mask] & (at < begin + copy.size) & (begin < at + size)).any():
                 raise Unsupported(f"a thread touches what its own copy may not have copied: {text}")
 
-    def _follow_cp(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_cp(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         if item.opcode[2] in ("commit_group", "wait_group", "wait_all") and not mask.all():
             raise Unsupported(f"a part of the threads: {item.text}")
         if item.operands and isinstance(item.operands[0], Address):
@@ -312,6 +294,8 @@ class AllSchedules(Machine):
             raise Unsupported(f"another barrier than the first: {item.text}")
         super()._do_bar(item, mask)
 
+    _do_barrier = _do_bar
+
     def _must_be_whole_warps(self, item: Instruction, mask: Array, members: Operand = _EVERYBODY) -> None:
         """What only a part of a warp does together is not defined, or is ordered in that part alone."""
         named = self._number(members, "u32")
@@ -320,9 +304,7 @@ class AllSchedules(Machine):
         if (warps_of.any(1) & ~warps_of.all(1)).any() or (self._read(members, "u32")[mask] != _ALL_LANES).any():
             raise Unsupported(f"a part of a warp: {item.text}")
 
-    _do_barrier = _do_bar
-
-    def _follow_shfl(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_shfl(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         *to, source, lane, clamp, members = item.operands
         self._must_be_whole_warps(item, mask, members)
         for operand in (lane, clamp):
@@ -335,7 +317,7 @@ class AllSchedules(Machine):
         for register in to[1:]:
             self._set(register, np.full(self.lanes, -1), mask)
 
-    def _follow_vote(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_vote(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         """Also ``redux``: of the lanes that take part, in any order."""
         to, source, members = item.operands
         self._must_be_whole_warps(item, mask, members)
@@ -355,7 +337,7 @@ class AllSchedules(Machine):
 
     _follow_redux = _follow_vote
 
-    def _follow_ldmatrix(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_ldmatrix(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         to, source = item.operands
         self._must_be_whole_warps(item, mask)
         assert isinstance(to, tuple)
@@ -369,7 +351,7 @@ class AllSchedules(Machine):
             pair = warps.matrix_part(rows, n, "trans" in item.opcode)
             self._set(part, self._made(("join", "2x16"), pair), mask)
 
-    def _follow_stmatrix(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_stmatrix(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         to, source = item.operands
         self._must_be_whole_warps(item, mask)
         parts = source if isinstance(source, tuple) else (source,)
@@ -387,7 +369,7 @@ class AllSchedules(Machine):
         known = self._terms.known((bits >> np.uint32(16 * k)) & np.uint32(0xFFFF))
         return np.where(whole < 0, known, self._terms.made(("part", str(k), "2x16"), whole))
 
-    def _follow_mma(self, item: Instruction, mask: Array, concrete: _Follow) -> None:
+    def _follow_mma(self, item: Instruction, mask: Array, concrete: _Step) -> None:
         to, *operands = item.operands
         assert isinstance(to, tuple)
         registers = [part for operand in operands for part in (operand if isinstance(operand, tuple) else (operand,))]
@@ -397,63 +379,3 @@ class AllSchedules(Machine):
         lane = self._terms.known(np.arange(self.lanes) % WARP)
         for n, part in enumerate(to):
             self._set(part, self._terms.made(("element", str(n)), whole, lane), mask)
-
-
-# ---- pairs of accesses -----------------------------------------------------------------------------------
-
-_PLACE, _THREAD, _INTERVAL, _OF_WARP, _VALUE = range(5)  # rows of the log
-
-
-def _compare(space: str, log: Array, threads: int, found: Findings) -> None:
-    """Note the races of one memory, whose accesses are the columns of ``log``, in the order of one schedule."""
-    block = log[_THREAD] // threads
-    # Between two barriers of a block; places of shared memory belong to one block. Blocks are ordered by nothing.
-    stretch = log[_INTERVAL] if space == "shared" else np.zeros_like(block)
-    order = np.lexsort((np.arange(log.shape[1]), stretch, log[_PLACE]))
-    sorted_log = log[:, order]
-    begins = np.flatnonzero(np.any(np.diff(np.stack([sorted_log[_PLACE], stretch[order]]), axis=1), axis=0)) + 1
-    begins = np.concatenate([[0], begins])
-    writes = np.logical_or.reduceat(sorted_log[_VALUE] != _READ, begins)
-    several = np.maximum.reduceat(sorted_log[_THREAD], begins) != np.minimum.reduceat(sorted_log[_THREAD], begins)
-    ends = np.concatenate([begins[1:], [log.shape[1]]])
-    for n in np.flatnonzero(writes & several):
-        accesses = list(map(tuple, sorted_log[:, begins[n] : ends[n]].T.tolist()))
-        problem, is_twice = _problem(accesses, threads)
-        found.one_value += is_twice
-        if problem and len(found.races) < _MOST_RACES:
-            found.races.append(f"{space} memory, byte {accesses[0][_PLACE]}: {problem}")
-
-
-def _problem(accesses: Sequence[tuple[int, ...]], threads: int) -> tuple[str, bool]:
-    """Of the accesses to one byte: a pair without order that may differ, and whether threads write one value to it."""
-    is_twice = False
-    for (n, first), (m, second) in itertools.combinations(enumerate(accesses), 2):
-        if _READ == first[_VALUE] == second[_VALUE] or _ordered(first, second, threads):
-            continue
-        if first[_VALUE] != _READ != second[_VALUE]:
-            if first[_VALUE] != second[_VALUE]:
-                return f"threads {first[_THREAD]} and {second[_THREAD]} write what may differ", False
-            is_twice = True
-            continue
-        at, read, write = (m, second, first) if second[_VALUE] == _READ else (n, first, second)
-        if not _has_written_before(accesses[:at], read, write[_VALUE]):
-            return f"thread {read[_THREAD]} reads what thread {write[_THREAD]} writes", False
-    return "", is_twice
-
-
-def _ordered(a: tuple[int, ...], b: tuple[int, ...], threads: int) -> bool:
-    if a[_THREAD] == b[_THREAD]:
-        return True
-    if a[_THREAD] // threads != b[_THREAD] // threads:
-        return False
-    if a[_INTERVAL] != b[_INTERVAL]:
-        return True
-    if a[_THREAD] // WARP != b[_THREAD] // WARP or _ANY_TIME in (a[_OF_WARP], b[_OF_WARP]):
-        return False
-    return a[_OF_WARP] != b[_OF_WARP]
-
-
-def _has_written_before(accesses: Sequence[tuple[int, ...]], read: tuple[int, ...], value: int) -> bool:
-    """Has a reader itself written this value, between the same barriers? Then it reads no other."""
-    own = [access for access in accesses if access[_VALUE] != _READ and access[1:4] == read[1:4]]
-    return bool(own) and own[-1][_VALUE] == value

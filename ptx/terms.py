@@ -99,12 +99,3 @@ class Terms:
     def together(self, words: Sequence[str], numbers: Sequence[int]) -> int:
         """The number of what is made of many values at once."""
         return self._one(tuple(words), tuple(numbers))
-
-    def text(self, number: int, depth: int = 3) -> str:
-        """A value in words, for messages."""
-        if number <= 0:
-            return hex(self._known[-number])
-        words, *operands = self._keys[number]
-        if not operands or not depth:
-            return f"value {number}"
-        return f"{'.'.join(words)}({', '.join(self.text(n, depth - 1) for n in operands[0])})"

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ptx.accesses import READ, Access, Findings, problem
 from ptx.machine import Launch
 from ptx.memory import Conflicts, Global
-from ptx.schedules import AllSchedules, Findings, _problem
+from ptx.schedules import AllSchedules
 from ptx.text import Unsupported, parse
 from tests.ptx.test_machine import COPY, EXCHANGE, HEAD, launch
 
@@ -208,7 +209,6 @@ def test_what_depends_on_data_is_not_known(body: str) -> None:
 
 # ---- every schedule, tried -------------------------------------------------------------------------------
 
-READ = 0
 THREADS = st.lists(st.lists(st.sampled_from([READ, 1, 2]), min_size=1, max_size=3), min_size=2, max_size=3)
 
 
@@ -229,16 +229,19 @@ def outcomes(threads: Sequence[Sequence[int]]) -> set[tuple[object, ...]]:
     return found
 
 
+def problem_of(threads: Sequence[Sequence[int]]) -> str:
+    """Of threads of different warps."""
+    accesses = [Access(0, 32 * n, 0, 0, value) for n, own in enumerate(threads) for value in own]
+    return problem(accesses, 32 * len(threads))[0]
+
+
 @given(THREADS)
 def test_without_a_race_every_schedule_shows_the_same(threads: list[list[int]]) -> None:
-    accesses = [(0, 32 * n, 0, 0, access) for n, own in enumerate(threads) for access in own]
-    problem, _ = _problem(accesses, 32 * len(threads))
-    assert problem or len(outcomes(threads)) == 1
+    assert problem_of(threads) or len(outcomes(threads)) == 1
 
 
 @given(THREADS)
 def test_two_threads_that_write_different_values_race(threads: list[list[int]]) -> None:
-    accesses = [(0, 32 * n, 0, 0, access) for n, own in enumerate(threads) for access in own]
     written = [set(own) - {READ} for own in threads]
     differ = any(first | second == {1, 2} for first, second in itertools.combinations(written, 2) if first and second)
-    assert _problem(accesses, 32 * len(threads))[0] or not differ
+    assert problem_of(threads) or not differ
