@@ -12,7 +12,6 @@ from enum import Enum
 
 from autofuse.errors import SettingsError
 
-_NEAR = 6  # calls before a held-out one, with which it is compared
 _MANY_CALLS = 50  # free at a time where nothing is held out
 _SHORT_EVERY = 2  # occasions, of which short calls take one, since theirs are two calls each
 
@@ -197,14 +196,17 @@ class HeldOutCalls:
         """The present kernels gain beyond doubt: only the share of calls is held out from now on."""
         self._confirmation(magnitude).end()
 
-    def free(self) -> int:
-        """Coming short calls that `next` need not be asked about: they run the graph, none near a held-out one."""
+    def free(self, compared: int) -> int:
+        """Coming short calls that `next` need not be asked about: they run the graph.
+
+        ``compared``: calls just before a held-out one, which it is compared with.
+        """
         if self._follows:
             return 0
         for magnitude, confirmation in self._confirmations.items():
             if not confirmation.is_over and self._last.get(magnitude, 0) > self._calls - _MANY_CALLS:
                 return 0
-        return max(0, self._share.free(_SHORT_EVERY) - _NEAR)
+        return max(0, self._share.free(_SHORT_EVERY) - compared)
 
     def skip(self, calls: int) -> None:
         """Count calls that ``free`` has promised."""

@@ -20,6 +20,7 @@ from statistics import linear_regression, median
 from autofuse.ir.steps import at_size, is_close
 
 _KEPT = 64  # steps in eager that are remembered
+_ANSWERS = 1024  # sizes whose typical times are
 _NEAR = 9  # of a size, whose median is typical of it
 _CALM_STEPS = 8  # so many in a row,
 _UNCALM = 1  # of which but so many
@@ -43,16 +44,25 @@ class EagerTimes:
 
     def __init__(self) -> None:
         self._steps = deque[EagerStep](maxlen=_KEPT)
+        self._known: dict[int, tuple[float, float] | None] = {}  # what `typical` has found since the last step
 
     def add(self, elements: int, busy_seconds: float, seconds: float) -> None:
         self._steps.append(EagerStep(elements, busy_seconds, max(busy_seconds, seconds)))
+        self._known.clear()
 
     def busy(self, elements: int) -> float | None:
         """The root's own share of such a step; None before the first."""
         return self._typical(elements, {id(s): s.busy_seconds for s in self._steps})
 
-    def whole(self, elements: int) -> float | None:
-        return self._typical(elements, {id(s): s.seconds for s in self._steps})
+    def typical(self, elements: int) -> tuple[float, float] | None:
+        """`busy`, and the seconds of the whole step. Every captured step asks: the answers are kept."""
+        if elements not in self._known:
+            busy = self.busy(elements)
+            whole = self._typical(elements, {id(s): s.seconds for s in self._steps})
+            if len(self._known) >= _ANSWERS:
+                self._known.clear()
+            self._known[elements] = None if busy is None or whole is None else (busy, whole)
+        return self._known[elements]
 
     def mean_busy(self) -> float:
         """Of the last steps of all sizes, 0.0 before the first."""
@@ -157,12 +167,13 @@ class Ledger:
         """A step has ended that began captured, or with the capture."""
         self._late = None
         noted, self._noted = self._noted, dict.fromkeys(CAUSES, 0.0)
-        busy, whole = self.times.busy(elements), self.times.whole(elements)
-        if busy is None or whole is None:  # captured at its first call: nothing to compare with but what was noted
+        typical = self.times.typical(elements)
+        if typical is None:  # captured at its first call: nothing to compare with but what was noted
             for cause, taken in noted.items():
                 self._lost[cause] += taken
             self._close()
             return
+        busy, whole = typical
         self.equal_seconds += busy
         if not self.is_open:
             self._behind += min(max(seconds - whole, -busy), busy)

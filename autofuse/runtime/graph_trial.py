@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from autofuse.ir.steps import PAIR_WINDOW
 from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.held_out import Held, HeldOutCalls
 from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, ReleasePolicy, is_unsure, magnitude
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from autofuse.runtime.peak_memory import RootPeaks
 
 PAIRED = 3  # captured calls of a shape, at least, before a held-out one is compared with them
-# With more signatures than this, each is rare: all calls are timed.
-MAX_BRIEF = 4
+# So many calls before a held-out one are timed where signatures are few; where each is rarer, PAIRED times as many as
+# there are signatures: within those, calls of all sizes that come in turn.
+TIMED, FEW = 6, 4
 SHORT_CALL_US = 5000.0  # shorter calls depend on whether their code is in the CPU's caches
 # Up to so many signatures are compared only with themselves; with more, each is rare and is compared with similar ones.
 MAX_EXACT = 16
@@ -162,8 +164,7 @@ class GraphTrial:
 
     def free_calls(self, shape: Shape) -> int:
         """How many calls, including this one, need neither be timed nor held out; 0 for none."""
-        shapes = self.shapes
-        if self._resting or self._is_watched or not shape.is_short or len(shapes) > MAX_BRIEF:
+        if self._resting or self._is_watched or not shape.is_short:
             return 0
         if shape.noted_at != self._context.disturbances:
             return 0
@@ -173,9 +174,10 @@ class GraphTrial:
             self.verdicts.any_lost and not self.skips_lost
         ):  # code that fits all sizes would also run the sizes that stay in eager
             return 0
-        if any(len(known.sizes.recent) < PAIRED for known in shapes.values()):
+        if any(len(sizes.recent) < PAIRED for sizes in self._sizes.values()):
             return 0
-        free = self._held_out.free()
+        signatures = len(self.shapes)
+        free = self._held_out.free(TIMED if signatures <= FEW else min(PAIRED * signatures, PAIR_WINDOW))
         return free if free >= 2 else 0
 
     def skip(self, calls: int) -> None:
@@ -263,7 +265,7 @@ class GraphTrial:
         if len(near) >= PAIRED:
             # A released root would be as fast as a held-out call without autofuse.
             outside_us = 0.0 if self._call_us is not None else self._costs.timed
-            has_briefs = len(self.shapes) <= MAX_BRIEF and (self.skips_lost or not self.verdicts.any_lost)
+            has_briefs = self.skips_lost or not self.verdicts.any_lost
             added_us = self._costs.brief if has_briefs else self._costs.timed
             captured_us = max(statistics.median(near) - outside_us, 0.0) + added_us  # never 0
             self.verdicts.add(shape.elements, max(us - outside_us, 0.0) / captured_us)

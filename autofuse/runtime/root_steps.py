@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from autofuse.ir.steps import PAIR_STEPS, PAIR_WINDOW, at_size, is_close
+from autofuse.ir.steps import MAX_SIZE_RATIO, PAIR_STEPS, PAIR_WINDOW
 from autofuse.observer.device_timer import Stretch
 from autofuse.observer.held_out import Held
 
@@ -59,7 +59,11 @@ class Sizes:
 
     def near(self, elements: int) -> list[float]:
         """Times of the last captured steps of similar size, newest first, in us, scaled to so many elements."""
-        close = (at_size(us, n, elements) for n, us in reversed(self.recent) if is_close(n, elements))
+        if self.is_one:  # all of the same size
+            return [us for _, us in reversed(self.recent)]
+        # `ir.steps.is_close` and `at_size`, without a call for each: every timed call asks.
+        low, high = elements / MAX_SIZE_RATIO, elements * MAX_SIZE_RATIO
+        close = (us if n == elements else us * elements / n for n, us in reversed(self.recent) if low <= n <= high)
         return list(itertools.islice(close, PAIR_STEPS))
 
 

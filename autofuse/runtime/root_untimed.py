@@ -9,6 +9,7 @@ call only runs code whose guards hold for it.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from autofuse.runtime.root_steps import Shape
 
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
+
+LOOKED_AT = 64  # newest shapes of a root with many, whose code is tried; a call that fits none of it is timed
 
 
 class UntimedCalls:
@@ -39,12 +42,14 @@ class UntimedCalls:
 
     def begin(self, shape: Shape, now: float, has_gradients: bool) -> bool:
         """Whether this call and some that follow need not be timed."""
-        shapes = self._trial.shapes
         free = self._trial.free_calls(shape)
-        if not free or not all(known.direct and not known.is_eager for known in shapes.values()):
+        if not free:
+            return False
+        newest = [shape, *islice(reversed(self._trial.shapes.values()), LOOKED_AT)]
+        if not all(known.direct and not known.is_eager for known in newest):
             return False
         self._trial.skip(free)
-        found = {id(direct.manager): direct for known in (shape, *shapes.values()) for direct in known.direct}
+        found = {id(direct.manager): direct for known in newest for direct in known.direct}
         self._direct, self._has_gradients = tuple(found.values()), has_gradients
         self.began, self.left = now, free
         return True

@@ -80,7 +80,7 @@ def test_what_is_clear_is_not_confirmed_further_until_the_kernels_change() -> No
         found += calls.next(1, False, True, False, 5) is Held.COMPARED
         if found == 6:
             calls.end(5)
-    assert found == 6 and calls.free()
+    assert found == 6 and calls.free(6)
     kinds = [calls.next(2, False, True, False, 5) for _ in range(200)]
     assert kinds.count(Held.COMPARED) >= 12, "other kernels are another matter"
 
@@ -103,8 +103,8 @@ def test_each_magnitude_is_confirmed_by_itself() -> None:
     for magnitude in (5, 8):
         kinds = Counter(calls.next(1, False, True, True, magnitude) for _ in range(250))
         assert 12 <= kinds[Held.COMPARED] <= 18
-    assert calls.next(1, False, True, True, 9) is Held.NO and not calls.free(), "a third one is to be confirmed"
-    assert any(calls.next(1, False, True, True, 8) is Held.NO and calls.free() for _ in range(150)), "it comes no more"
+    assert calls.next(1, False, True, True, 9) is Held.NO and not calls.free(6), "a third one is to be confirmed"
+    assert any(calls.next(1, False, True, True, 8) is Held.NO and calls.free(6) for _ in range(150)), "it comes no more"
 
 
 @given(st.integers(2, 60), st.integers(0, 9), st.integers(0, 300), st.integers(1, 3))
@@ -124,7 +124,7 @@ def test_few_short_calls_are_watched_once_their_gain_is_confirmed() -> None:
         calls.next(1, False, True, True)
     watched, number = 0, 0
     while number < 10_000:
-        free = calls.free()
+        free = calls.free(6)
         if free >= 2:
             calls.skip(free)
             number += free

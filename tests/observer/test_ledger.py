@@ -182,17 +182,20 @@ def test_times_go_by_size() -> None:
     times = EagerTimes()
     assert times.busy(10) is None
     times.add(100, 0.1, 0.12)
-    assert times.busy(200) == pytest.approx(0.2) and times.whole(100) == 0.12
+    assert times.busy(200) == pytest.approx(0.2) and times.typical(100) == (0.1, 0.12)
     for _ in range(5):
         times.add(100, 0.1, 0.12)
         times.add(400, 0.25, 0.27)
     times.add(100, 9.0, 9.0)
     assert times.busy(100) == 0.1 and times.busy(400) == 0.25, "medians"
+    assert times.typical(100) == (0.1, 0.12) and times.typical(400) == (0.25, 0.27)
+    times.add(400, 0.75, 0.75)
+    assert times.typical(400) == (0.25, 0.27) and times.typical(100) == (0.1, 0.12), "asked again after a step"
     assert times.busy(110) == pytest.approx(0.11)
     lone = EagerTimes()
     for elements in (100, 200):
         lone.add(elements, 0.05 + elements / 1000, 1.0)
-    assert lone.busy(1000) == pytest.approx(1.05) and lone.whole(1000) == 1.0
+    assert lone.busy(1000) == pytest.approx(1.05) and lone.typical(1000) == pytest.approx((1.05, 1.0))
 
 
 def test_no_torch() -> None:

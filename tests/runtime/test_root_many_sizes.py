@@ -7,6 +7,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autofuse.ir.records import RootRecord, StepSample
-from autofuse.ir.steps import MAX_SIZE_RATIO, PAIR_STEPS, at_size, is_close
+from autofuse.ir.steps import MAX_SIZE_RATIO, PAIR_STEPS, PAIR_WINDOW, at_size, is_close
 from autofuse.observer import observer as observer_module
 from autofuse.observer.capture_policy import CaptureAdvice
 from autofuse.observer.signatures import call_signature, count_elements, training_signature, without_sizes
@@ -26,7 +27,7 @@ from autofuse.runtime import root as root_module
 from autofuse.runtime.graph_trial import MAX_EXACT, PAIRED
 from autofuse.runtime.root import elements_of
 from autofuse.runtime.root_services import RootTools
-from autofuse.runtime.root_steps import RanPlans, Sizes
+from autofuse.runtime.root_steps import RanPlans, Sizes, TimedStep
 from autofuse.runtime.root_unwatched import SHORT_SHARE, WATCHED_AT_FIRST, WATCHING_SHARE
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
@@ -79,7 +80,9 @@ class Bench:
             calls.append(x.numel())
             return x
 
-        capturer = fake_capturer(lambda module, x: run(captured, self.captured_calls, x))
+        self.run_captured = lambda x: run(captured, self.captured_calls, x)
+        capturer = fake_capturer(lambda module, x: self.run_captured(x))
+        self.traced: Any = capturer.compile_root(nn.Identity())  # type: ignore[call-arg]
         tools = RootTools(clock=lambda: clock[0], load_capturer=lambda: capturer)
         self.roots = make_session(load(environ=environment | more), "test", tools=tools).roots
         self.model = nn.Identity()
@@ -313,6 +316,32 @@ def test_a_gain_is_measured_though_no_size_comes_twice(make: Callable[..., Bench
     speedup = measure_gain(samples, 0.0).speedup
     assert speedup.pairs >= 5 * PAIRED and speedup.median == pytest.approx(2.0)
     assert root.state == "captured" and len(root.trial.verdicts.ratios(40_000)) >= 12
+
+
+@pytest.mark.parametrize("of", [3, 12, 40])
+def test_short_calls_of_many_sizes_are_timed_before_a_held_out_one_alone(make: Callable[..., Bench], of: int) -> None:
+    bench = make(lambda n: n / 8, lambda n: n / 16, AUTOFUSE_CAPTURE_HELD_OUT_SHARE="0.01")
+    root = bench.root
+    code = SimpleNamespace(
+        manager=bench, fits=lambda *args: True, run=lambda module, x: bench.run_captured(x), types=lambda: set()
+    )
+    bench.traced.direct.find = lambda *args: code
+    root.capture()
+    sizes = [4096 + 64 * n for n in range(of)]
+    bench.call(sizes * (2000 // of))
+    number = root.calls
+    bench.roots.context.steps.clear()
+    bench.call(sizes * (3000 // of) + [5000] * 2)
+    steps = [TimedStep(*fields) for fields in bench.roots.context.steps]
+    calls = root.calls - number
+    assert calls == len(bench.eager_calls) + len(bench.captured_calls) == 3000 // of * of + 2
+    held_out = [step for step in steps if step.held_out]
+    assert len(steps) < calls / 2 and 24 <= len(held_out) <= 36, "one in a hundred, in twos"
+    for step in held_out[2:]:
+        fresh = [s for s in steps if not s.held_out and 0 < step.number - s.number <= PAIR_WINDOW + 2]
+        assert sum(is_close(s.elements, step.elements) for s in fresh) >= PAIRED, "with calls just before it"
+    assert root.trial.gain == pytest.approx(2.0, rel=0.1)
+    assert root.account.ledger.behind_seconds == 0.0
 
 
 def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) -> None:

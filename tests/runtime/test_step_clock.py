@@ -76,7 +76,7 @@ def test_a_step_is_its_forward_and_its_backward(script: Script, x: torch.Tensor,
         script.wait(50.0)
     root.end(script.clock[0])
     assert root.ledger.eager_seconds == pytest.approx(9.0)
-    assert root.ledger.times.busy(4) == pytest.approx(3.0) and root.ledger.times.whole(4) == pytest.approx(58.0)
+    assert root.ledger.times.typical(4) == pytest.approx((3.0, 58.0))
 
 
 def test_a_backward_through_two_roots_is_shared(script: Script, x: torch.Tensor) -> None:
