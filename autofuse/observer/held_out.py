@@ -14,6 +14,7 @@ from autofuse.errors import SettingsError
 
 _MANY_CALLS = 50  # free at a time where nothing is held out
 _SHORT_EVERY = 2  # occasions, of which short calls take one, since theirs are two calls each
+_SURE_EVERY = 4  # times as few are taken of calls that gain beyond doubt
 
 
 class HeldOut:
@@ -139,12 +140,17 @@ class Held(Enum):
     RESTING = "resting"  # the original module, while the graph loses and kernels for it are still to come
 
 
+def _occasions(is_short: bool, is_sure: bool) -> int:
+    """Of how many one is taken."""
+    return (_SHORT_EVERY if is_short else 1) * (_SURE_EVERY if is_sure else 1)
+
+
 class HeldOutCalls:
     """Which calls of a root run the original module: a share of all, more of them while new kernels are confirmed.
 
     Where calls are short, a single one between calls of the graph finds none of its code in the caches and is slower
     by what a released module would never pay; so a held-out call is followed by another one, which is compared, and
-    every second occasion of the share is left out.
+    every second occasion of the share is left out. Where calls gain beyond doubt, a quarter of the share is taken.
     """
 
     def __init__(self, share: float, pairs: int) -> None:
@@ -153,12 +159,24 @@ class HeldOutCalls:
         self._times = 3 if share else 0
         self._confirmations: dict[int, Confirmation] = {}  # of each magnitude of sizes, for each is judged by itself
         self._last: dict[int, int] = {}  # call of each magnitude
+        self._sure: set[int] = set()  # magnitudes that gain beyond doubt
         self._calls = 0
         self._follows = False
 
     def count_to(self, call: int) -> None:
         """The next call has this number, from 0."""
         self._share.count_to(call)
+
+    def note_sure(self, magnitude: int, is_sure: bool) -> None:
+        """Whether calls of a magnitude gain beyond doubt."""
+        if is_sure:
+            self._sure.add(magnitude)
+        else:
+            self._sure.discard(magnitude)
+
+    def doubt(self) -> None:
+        """What was measured holds no more."""
+        self._sure.clear()
 
     def next(self, generation: int, is_new: bool, has_pair: bool, is_short: bool, magnitude: int = 0) -> Held:
         """What the next call is for.
@@ -171,8 +189,7 @@ class HeldOutCalls:
             self._follows = False
             return Held.COMPARED if has_pair else Held.COLD
         is_taken = self._share.next() and (has_pair or not is_new)
-        if is_short:
-            is_taken = is_taken and self._share.stretch % _SHORT_EVERY == 0
+        is_taken = is_taken and self._share.stretch % _occasions(is_short, magnitude in self._sure) == 0
         if not (is_taken or self._confirmation(magnitude).next(generation, has_pair)):
             return Held.NO
         self._follows = is_short
@@ -187,6 +204,7 @@ class HeldOutCalls:
     def confirm_anew(self, magnitude: int = 0) -> None:
         """Calls of a magnitude run the graph again, which ran the original module for a while."""
         self._confirmations.pop(magnitude, None)
+        self._sure.discard(magnitude)
 
     def extend(self, magnitude: int = 0) -> None:
         """More calls are needed to confirm the present kernels, once those foreseen are over; a few times."""
@@ -203,10 +221,10 @@ class HeldOutCalls:
         """
         if self._follows:
             return 0
-        for magnitude, confirmation in self._confirmations.items():
-            if not confirmation.is_over and self._last.get(magnitude, 0) > self._calls - _MANY_CALLS:
-                return 0
-        return max(0, self._share.free(_SHORT_EVERY) - compared)
+        recent = {found for found, call in self._last.items() if call > self._calls - _MANY_CALLS}
+        if not all(self._confirmation(magnitude).is_over for magnitude in recent):
+            return 0
+        return max(0, self._share.free(_occasions(True, bool(recent) and recent <= self._sure)) - compared)
 
     def skip(self, calls: int) -> None:
         """Count calls that ``free`` has promised."""

@@ -20,6 +20,9 @@ _KEPT = 64  # the last pairs of a magnitude
 # more than 10 % to the same side. Half as many where an earlier run has measured such a gain.
 CLEAR_PAIRS = 6
 CLEAR_GAIN = 1.1
+# So many pairs leave no doubt of a gain: four standard deviations more than half of them won, and most of the last.
+SURE_PAIRS, SURE_DEVIATIONS = 24, 4.0
+LAST_PAIRS = 6
 
 
 class Loss(NamedTuple):
@@ -135,6 +138,13 @@ class ReleasePolicy:
         enough = CLEAR_PAIRS // 2 if known_gain >= CLEAR_GAIN else CLEAR_PAIRS
         own = self._ratios.get(magnitude(elements), ())
         return len(own) >= enough and min(own) >= CLEAR_GAIN
+
+    def is_sure(self, elements: int) -> bool:
+        """Whether calls of this magnitude gain beyond doubt. No more than two of the last six may tell otherwise."""
+        own = self._ratios.get(magnitude(elements), ())
+        last = list(own)[-LAST_PAIRS:]
+        is_gain = len(own) >= SURE_PAIRS and _lost(own) <= -SURE_DEVIATIONS
+        return is_gain and 3 * sum(ratio < 1.0 for ratio in last) <= len(last)
 
     @property
     def gain(self) -> float:

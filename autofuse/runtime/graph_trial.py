@@ -20,6 +20,7 @@ from autofuse.observer.device_timer import LateTimes, Stretch
 from autofuse.observer.held_out import Held, HeldOutCalls
 from autofuse.observer.release_policy import PAIRS_BEFORE_RELEASE, Loss, ReleasePolicy, is_unsure, magnitude
 from autofuse.observer.signatures import count_elements, without_sizes
+from autofuse.runtime.rank_agreement import is_alone
 from autofuse.runtime.root_services import RootServices
 from autofuse.runtime.root_steps import OpenStep, RanPlans, Shape, Sizes, TimedStep
 
@@ -232,6 +233,7 @@ class GraphTrial:
         if shape.ran is not None and ran.versions != shape.ran.versions:  # earlier measurements are no longer valid
             shape.sizes.recent.clear()
             self.verdicts.clear()
+            self._held_out.doubt()
             self.gain = 0.0
             self._changes[magnitude(shape.elements)] += 1
         shape.ran = ran
@@ -269,6 +271,8 @@ class GraphTrial:
             added_us = self._costs.brief if has_briefs else self._costs.timed
             captured_us = max(statistics.median(near) - outside_us, 0.0) + added_us  # never 0
             self.verdicts.add(shape.elements, max(us - outside_us, 0.0) / captured_us)
+            is_sure = self.verdicts.is_sure(shape.elements) and is_alone()
+            self._held_out.note_sure(magnitude(shape.elements), is_sure)
         self.gain = self.verdicts.gain or self.gain
         is_short = us < SHORT_CALL_US
         if not is_short and self.verdicts.is_clear(shape.elements, self._known_gain):

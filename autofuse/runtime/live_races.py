@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autofuse.ir.records import EAGER, LIVE_RACES, Candidate, Comparison, Decision, Event
 from autofuse.ir.shape import evaluate
 from autofuse.ir.validation import one_line
-from autofuse.job_ranks import told_ranks
-from autofuse.runtime.rank_agreement import group_size
 from autofuse.tuner.comparison import LEAST_PAIRS, compare, confirms, is_clear, wins
 
 if TYPE_CHECKING:
@@ -220,8 +218,3 @@ class HeldOutPlan:
     @property
     def skipped(self) -> list[int]:
         return self._plan.skipped
-
-
-def is_alone() -> bool:
-    """Whether the script is no rank of a job: ranks would be slower in different steps, and wait for each other."""
-    return told_ranks() is None and group_size() <= 1

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from autofuse.job_ranks import told_ranks
 from autofuse.preserve_rng import untouched
 
 FIRST_LEAD = 16  # steps from an offer to the first of its steps, and between those; twice as many at each attempt
@@ -72,6 +73,11 @@ def group_size() -> int:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 1
     return int(distributed.get_world_size())
+
+
+def is_alone() -> bool:
+    """Whether the script is no rank of a job: ranks would be slower in different steps, and wait for each other."""
+    return told_ranks() is None and group_size() <= 1
 
 
 def current_ranks() -> Ranks | None:

@@ -36,6 +36,7 @@ from autofuse.runtime.device_kernels import DeviceKernels
 from autofuse.runtime.graph_runner import GraphRunner
 from autofuse.runtime.optim_hook import OptimizerHook
 from autofuse.runtime.plan_limit import PlanLimit
+from autofuse.runtime.rank_agreement import is_alone
 from autofuse.runtime.root_registry import RootRegistry
 from autofuse.runtime.root_services import USUAL_TOOLS, RootBackend, RootTools
 from autofuse.runtime.run_context import RunContext
@@ -240,7 +241,7 @@ class Session:
         """Of kernels on the script's own calls; made for the first timed call, when a job's ranks are known."""
         if self._live_races is None and self._has_live_races:
             with untouched():
-                from autofuse.runtime.live_races import LiveRaces, is_alone
+                from autofuse.runtime.live_races import LiveRaces
 
             self._has_live_races = is_alone()
             if self._has_live_races:

@@ -147,7 +147,10 @@ class CaptureSettings(Group):
         1.02, "A captured module this much slower than held-out eager is released to eager.", unit="x", low=1.0
     )
     held_out_share: float = declare(
-        0.02, "Share of calls that keep running the original module, so that gain is measured.", low=0.0, high=0.5
+        0.02,
+        "Share of calls that keep running the original module, so that gain is measured; a quarter of it where gain is sure.",
+        low=0.0,
+        high=0.5,
     )
     min_blocks: int = declare(
         6,

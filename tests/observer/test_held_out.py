@@ -135,6 +135,42 @@ def test_few_short_calls_are_watched_once_their_gain_is_confirmed() -> None:
     assert 0.07 < watched / number < 0.09, "of a hundred calls two are held out, and six are compared with them"
 
 
+def test_a_quarter_is_held_out_of_calls_that_gain_beyond_doubt() -> None:
+    calls = HeldOutCalls(0.02, pairs=12)
+
+    def held_out(is_short: bool, number: int = 10_000) -> set[int]:
+        """Numbers of the calls."""
+        return {n for n in range(number) if calls.next(1, False, True, is_short, 5) is Held.COMPARED}
+
+    held_out(False, 400)
+    often = held_out(False)
+    assert 195 <= len(often) <= 205
+    calls.note_sure(5, True)
+    calls.note_sure(6, True)
+    assert 45 <= len(held_out(False)) <= 55 and 24 <= len(held_out(True)) <= 26
+    assert max(calls.free(6) for _ in range(1000) if calls.next(1, False, True, True, 5)) > 250
+    calls.doubt()
+    assert 195 <= len(held_out(False)) <= 205
+    calls.note_sure(5, True)
+    calls.note_sure(5, False)
+    assert 195 <= len(held_out(False)) <= 205
+    calls.note_sure(5, True)
+    assert sum(calls.next(1, False, True, False, 6) is Held.COMPARED for _ in range(10_000)) > 200, "others are not"
+
+
+def test_of_two_magnitudes_in_turn_both_are_beyond_doubt_or_calls_are_held_out_as_often() -> None:
+    calls = HeldOutCalls(0.02, pairs=12)
+    free = []
+    for number in range(4000):
+        if number == 2000:
+            calls.note_sure(5, True)
+        if number == 3000:
+            calls.note_sure(6, True)
+        calls.next(1, False, True, True, 5 + number % 2)
+        free.append(calls.free(6))
+    assert max(free[1000:2000]) < 200 and max(free[2000:3000]) < 200 < max(free[3000:])
+
+
 def test_a_new_shape_runs_before_it_is_held_out() -> None:
     calls = HeldOutCalls(0.5, pairs=12)
     assert {calls.next(1, True, False, False) for _ in range(100)} == {Held.NO}

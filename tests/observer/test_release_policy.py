@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from autofuse.observer.release_policy import (
     CLEAR_PAIRS,
     PAIRS_BEFORE_RELEASE,
+    SURE_PAIRS,
     Loss,
     ReleasePolicy,
     advise_release,
@@ -177,3 +178,25 @@ def test_a_release_has_its_reason() -> None:
     assert advise_release([0.99] * 12, True, 1.02) == "no_gain"
     assert advise_release([0.99] * 12, False, 1.02) is None
     assert advise_release([0.99] * 7 + [1.2] * 5, True, 1.02) is None, "seven of twelve may be chance"
+
+
+def test_a_gain_is_beyond_doubt_after_enough_pairs_until_the_last_ones_lose() -> None:
+    found = ReleasePolicy()
+    for number in range(SURE_PAIRS):
+        assert not found.is_sure(1000), number
+        found.add(1000, 1.2)
+    assert found.is_sure(1000) and not found.is_sure(100_000), "of its own magnitude"
+    for is_sure in (True, True, False):
+        found.add(1000, 0.9)
+        assert found.is_sure(1000) is is_sure
+    found.clear()
+    assert not found.is_sure(1000)
+
+
+@given(st.lists(st.sampled_from([0.8, 1.2]), max_size=64))
+def test_what_is_beyond_doubt_is_no_loss(ratios: list[float]) -> None:
+    found = ReleasePolicy()
+    for ratio in ratios:
+        found.add(1000, ratio)
+    if found.is_sure(1000):
+        assert found.find_loss(1000, True, 1.0) is None

@@ -21,6 +21,7 @@ from autofuse.report.report import load_report
 from autofuse.report.verdict import facts
 from autofuse.runtime import live_races
 from autofuse.runtime.live_races import CONFIRMED, MOST_PAIRS, OPEN, SLOWER, UNSURE, HeldOutPlan, LiveRaces
+from autofuse.runtime.rank_agreement import is_alone
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 from tests.cases import CASES
@@ -123,9 +124,9 @@ def test_a_held_out_plan_is_the_plan_but_for_its_callables() -> None:
 
 
 def test_ranks_of_a_job_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert live_races.is_alone()
+    assert is_alone()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not live_races.is_alone()
+    assert not is_alone()
 
 
 # ---- a session ------------------------------------------------------------------------------------------------------

@@ -336,12 +336,25 @@ def test_short_calls_of_many_sizes_are_timed_before_a_held_out_one_alone(make: C
     calls = root.calls - number
     assert calls == len(bench.eager_calls) + len(bench.captured_calls) == 3000 // of * of + 2
     held_out = [step for step in steps if step.held_out]
-    assert len(steps) < calls / 2 and 24 <= len(held_out) <= 36, "one in a hundred, in twos"
+    assert len(steps) < calls / 6 and 8 <= len(held_out) <= 16, "a quarter of one in a hundred, in twos"
     for step in held_out[2:]:
         fresh = [s for s in steps if not s.held_out and 0 < step.number - s.number <= PAIR_WINDOW + 2]
         assert sum(is_close(s.elements, step.elements) for s in fresh) >= PAIRED, "with calls just before it"
     assert root.trial.gain == pytest.approx(2.0, rel=0.1)
     assert root.account.ledger.behind_seconds == 0.0
+
+
+def test_calls_that_gain_beyond_doubt_are_held_out_less_until_they_lose(make: Callable[..., Bench]) -> None:
+    factor = [2.0]
+    bench = make(lambda n: float(n), lambda n: n / factor[0], AUTOFUSE_CAPTURE_HELD_OUT_SHARE="0.02")
+    bench.root.capture()
+    bench.call([1 << 14] * 3000)
+    bench.call([1 << 14] * 2000)
+    assert len(bench.eager_calls) == 10, "a quarter of 40"
+    factor[0] = 0.8
+    bench.call([1 << 14] * 3000)
+    assert 12 <= len(bench.eager_calls) and bench.root.state == "eager", "all of it again once it loses"
+    assert len(bench.captured_calls) < 2400
 
 
 def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) -> None:
