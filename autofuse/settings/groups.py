@@ -148,7 +148,7 @@ class CaptureSettings(Group):
     )
     held_out_share: float = declare(
         0.02,
-        "Share of calls that keep running the original module, so that gain is measured; a quarter of it where gain is sure.",
+        "Share of calls that keep running the original module, so that gain is measured; a quarter where it is sure.",
         low=0.0,
         high=0.5,
     )

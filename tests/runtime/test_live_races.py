@@ -19,7 +19,6 @@ from autofuse.db.store import Store
 from autofuse.ir.records import LIVE_RACES, Candidate, Decision, DecisionKey, KernelRecord
 from autofuse.report.report import load_report
 from autofuse.report.verdict import facts
-from autofuse.runtime import live_races
 from autofuse.runtime.live_races import CONFIRMED, MOST_PAIRS, OPEN, SLOWER, UNSURE, HeldOutPlan, LiveRaces
 from autofuse.runtime.rank_agreement import is_alone
 from autofuse.sessions import start_session

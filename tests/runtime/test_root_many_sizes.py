@@ -353,7 +353,7 @@ def test_calls_that_gain_beyond_doubt_are_held_out_less_until_they_lose(make: Ca
     assert len(bench.eager_calls) == 10, "a quarter of 40"
     factor[0] = 0.8
     bench.call([1 << 14] * 3000)
-    assert 12 <= len(bench.eager_calls) and bench.root.state == "eager", "all of it again once it loses"
+    assert len(bench.eager_calls) >= 12 and bench.root.state == "eager", "all of it again once it loses"
     assert len(bench.captured_calls) < 2400
 
 
