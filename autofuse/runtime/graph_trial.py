@@ -32,6 +32,7 @@ PAIRED = 3  # captured calls of a shape, at least, before a held-out one is comp
 # So many calls before a held-out one are timed where signatures are few; where each is rarer, PAIRED times as many as
 # there are signatures: within those, calls of all sizes that come in turn.
 TIMED, FEW = 6, 4
+MOST_FREE = 100  # calls in a row that are not timed: a new kernel is noticed after as many
 SHORT_CALL_US = 5000.0  # shorter calls depend on whether their code is in the CPU's caches
 # Up to so many signatures are compared only with themselves; with more, each is rare and is compared with similar ones.
 MAX_EXACT = 16
@@ -179,7 +180,7 @@ class GraphTrial:
             return 0
         signatures = len(self.shapes)
         free = self._held_out.free(TIMED if signatures <= FEW else min(PAIRED * signatures, PAIR_WINDOW))
-        return free if free >= 2 else 0
+        return min(free, MOST_FREE) if free >= 2 else 0
 
     def skip(self, calls: int) -> None:
         """Skip so many of the free calls: `choose` is not called for them."""

@@ -342,6 +342,10 @@ def test_short_calls_of_many_sizes_are_timed_before_a_held_out_one_alone(make: C
         assert sum(is_close(s.elements, step.elements) for s in fresh) >= PAIRED, "with calls just before it"
     assert root.trial.gain == pytest.approx(2.0, rel=0.1)
     assert root.account.ledger.behind_seconds == 0.0
+    bench.version = 1
+    bench.roots.context.disturb()
+    bench.call(sizes * (400 // of))
+    assert len(bench.eager_calls) >= 20, "new kernels are noticed, and confirmed"
 
 
 def test_calls_that_gain_beyond_doubt_are_held_out_less_until_they_lose(make: Callable[..., Bench]) -> None:
