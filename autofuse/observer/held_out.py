@@ -221,7 +221,7 @@ class HeldOutCalls:
         """
         if self._follows:
             return 0
-        recent = {found for found, call in self._last.items() if call > self._calls - _MANY_CALLS}
+        recent = {found for found, call in tuple(self._last.items()) if call > self._calls - _MANY_CALLS}
         if not all(self._confirmation(magnitude).is_over for magnitude in recent):
             return 0
         return max(0, self._share.free(_occasions(True, bool(recent) and recent <= self._sure)) - compared)

@@ -13,8 +13,9 @@ steps in which the script does something else is no loss: beyond the root's own 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import linear_regression, median
 
 from autofuse.ir.steps import at_size, is_close
@@ -44,7 +45,7 @@ class EagerTimes:
 
     def __init__(self) -> None:
         self._steps = deque[EagerStep](maxlen=_KEPT)
-        self._known: dict[int, tuple[float, float] | None] = {}  # what `typical` has found since the last step
+        self._known: dict[int, tuple[float, float]] = {}  # what `typical` has found since the last step
 
     def add(self, elements: int, busy_seconds: float, seconds: float) -> None:
         self._steps.append(EagerStep(elements, busy_seconds, max(busy_seconds, seconds)))
@@ -52,35 +53,38 @@ class EagerTimes:
 
     def busy(self, elements: int) -> float | None:
         """The root's own share of such a step; None before the first."""
-        return self._typical(elements, {id(s): s.busy_seconds for s in self._steps})
+        return self._typical(elements, attrgetter("busy_seconds"))
 
     def typical(self, elements: int) -> tuple[float, float] | None:
         """`busy`, and the seconds of the whole step. Every captured step asks: the answers are kept."""
-        if elements not in self._known:
+        found = self._known.get(elements)
+        if found is None:
             busy = self.busy(elements)
-            whole = self._typical(elements, {id(s): s.seconds for s in self._steps})
+            whole = self._typical(elements, attrgetter("seconds"))
+            if busy is None or whole is None:
+                return None
             if len(self._known) >= _ANSWERS:
                 self._known.clear()
-            self._known[elements] = None if busy is None or whole is None else (busy, whole)
-        return self._known[elements]
+            self._known[elements] = found = (busy, whole)
+        return found
 
     def mean_busy(self) -> float:
         """Of the last steps of all sizes, 0.0 before the first."""
         return sum(step.busy_seconds for step in self._steps) / len(self._steps) if self._steps else 0.0
 
-    def _typical(self, elements: int, seconds: Mapping[int, float]) -> float | None:
+    def _typical(self, elements: int, seconds: Callable[[EagerStep], float]) -> float | None:
         steps = list(self._steps)
         if not steps:
             return None
         for is_like in (lambda n: n == elements, lambda n: is_close(n, elements)):
-            near = [at_size(seconds[id(s)], s.elements, elements) for s in reversed(steps) if is_like(s.elements)]
+            near = [at_size(seconds(s), s.elements, elements) for s in reversed(steps) if is_like(s.elements)]
             if near:
                 return median(near[:_NEAR])
         sizes = [s.elements for s in steps]
-        middle = median(seconds.values())
+        middle = median(map(seconds, steps))
         if min(sizes) == max(sizes):
             return at_size(middle, sizes[0], elements)
-        slope, start = linear_regression(sizes, [seconds[id(s)] for s in steps])
+        slope, start = linear_regression(sizes, [seconds(s) for s in steps])
         return start + slope * elements if slope > 0.0 and start + slope * elements > 0.0 else middle
 
 

@@ -176,7 +176,7 @@ class GraphTrial:
             self.verdicts.any_lost and not self.skips_lost
         ):  # code that fits all sizes would also run the sizes that stay in eager
             return 0
-        if any(len(sizes.recent) < PAIRED for sizes in self._sizes.values()):
+        if any(len(sizes.recent) < PAIRED for sizes in tuple(self._sizes.values())):
             return 0
         signatures = len(self.shapes)
         free = self._held_out.free(TIMED if signatures <= FEW else min(PAIRED * signatures, PAIR_WINDOW))

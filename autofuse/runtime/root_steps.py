@@ -59,11 +59,12 @@ class Sizes:
 
     def near(self, elements: int) -> list[float]:
         """Times of the last captured steps of similar size, newest first, in us, scaled to so many elements."""
+        recent = tuple(self.recent)[::-1]  # another thread may add to it meanwhile
         if self.is_one:  # all of the same size
-            return [us for _, us in reversed(self.recent)]
+            return [us for _, us in recent]
         # `ir.steps.is_close` and `at_size`, without a call for each: every timed call asks.
         low, high = elements / MAX_SIZE_RATIO, elements * MAX_SIZE_RATIO
-        close = (us if n == elements else us * elements / n for n, us in reversed(self.recent) if low <= n <= high)
+        close = (us if n == elements else us * elements / n for n, us in recent if low <= n <= high)
         return list(itertools.islice(close, PAIR_STEPS))
 
 
