@@ -25,6 +25,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import _symbolic_trace
 
 from autofuse.capture.class_guards import guard_classes
 from autofuse.capture.conv_guards import without_batch_guards
@@ -308,6 +309,9 @@ def _time_guards_of_others(time_guards: Callable[..., float]) -> None:
     torch._dynamo.guards.profile_guard_manager = latency
 
 
+_IS_SYMBOLIC_TRACING = getattr(_symbolic_trace.is_fx_symbolic_tracing, "__code__", None)
+
+
 class _OnThisThread:
     """True on the thread that has made it, for code that asks in its own way whether it is being traced."""
 
@@ -315,7 +319,11 @@ class _OnThisThread:
         self._thread = threading.get_ident()
 
     def __bool__(self) -> bool:
-        return threading.get_ident() == self._thread
+        if threading.get_ident() == self._thread:
+            return True
+        # "Whether torch.fx traces, and not to compile": its mark is the whole process's. Another thread that heard yes
+        # could not call what the script has compiled by itself.
+        return sys._getframe(1).f_code is _IS_SYMBOLIC_TRACING
 
     def __repr__(self) -> str:
         return repr(bool(self))

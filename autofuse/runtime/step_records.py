@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from autofuse.ir.records import STEP_RECORD, Event
+from autofuse.locks import make_lock
 
 if TYPE_CHECKING:
     from autofuse.runtime.plans import NodeState, Plan
@@ -142,9 +143,21 @@ class StepRecords:
         self._steps = 0
         self._timed = 0  # steps since the last news
         self._kept: dict[tuple[tuple[int, int], ...], _Kept] = {}
+        self._lock = make_lock()
 
     def is_due(self, graph: RecordedGraph) -> bool:
-        """Whether the call of a graph that begins now is timed; called for each."""
+        """Whether the call of a graph that begins now is timed; called for each.
+
+        Calls of several threads are taken for one thread's; one that would have to wait for another is not timed.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._is_due(graph)
+        finally:
+            self._lock.release()
+
+    def _is_due(self, graph: RecordedGraph) -> bool:
         self._calls += 1
         is_backward = graph.phase == "backward"
         if not is_backward and (self._was_backward or self._seen.get(graph, 0) >= graph.times or not self._in_step):
@@ -195,10 +208,12 @@ class StepRecords:
 
     def post(self, speedup_of: SpeedupOf, sources: Callable[[str], str], post: Callable[[Event], None]) -> None:
         """One event for each kind of step that took most of the time; the last step ends with the run."""
-        if self._is_on:
-            self._keep()
-            self._leave()
-        for kept in sorted(self._kept.values(), key=lambda kept: -kept.seconds)[:TOLD_STEPS]:
+        with self._lock:
+            if self._is_on:
+                self._keep()
+                self._leave()
+            steps = list(self._kept.values())
+        for kept in sorted(steps, key=lambda kept: -kept.seconds)[:TOLD_STEPS]:
             step = kept.fused or kept.eager
             nodes = sum(len(call.plan.nodes) for call in step)
             if nodes <= MOST_NODES:

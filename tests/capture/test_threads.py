@@ -61,6 +61,35 @@ def test_other_threads_are_not_being_traced():
     assert rest == [False, False]
 
 
+def test_another_thread_calls_what_the_script_has_compiled_while_a_root_is_traced():
+    """torch.fx marks the whole process as tracing, and torch.compile refuses to run what torch.fx traces."""
+    compiled = torch.compile(lambda x: x * 2, backend="eager")
+    compiled(torch.ones(3))
+    found = []
+
+    def ask():
+        try:
+            found.append(compiled(torch.ones(3)).sum().item())
+        except Exception as error:
+            found.append(error)
+
+    class Traced(nn.Module):
+        def forward(self, x):
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+            return x
+
+    def backend(graph, inputs):
+        torch.fx.symbolic_trace(Traced())  # as AOTAutograd does it
+        return graph
+
+    root = compile_root("root", backend)
+    with capture_settings(8):
+        root.trace(torch.sin, torch.ones(3))
+    assert found == [6.0]
+
+
 @pytest.fixture
 def traced_elsewhere(monkeypatch):
     """torch.fx traces in another thread, which ends its trace when the function is called."""

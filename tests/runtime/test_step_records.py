@@ -1,6 +1,8 @@
 """Which steps are timed, and what is kept of them: when each node began, in the step in which it did."""
 
 import json
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -139,3 +141,30 @@ def test_a_training_step_leaves_its_graphs_in_their_order():
         assert {slot for slot, *_ in rows} <= set(range(len(data["graphs"][call["graph"]]["nodes"])))
         assert all(start >= 0.0 and us > 0.0 and start + us <= call["us"] + 1.0 for _, start, us, _ in rows)
         before = call["start"] + call["us"]
+
+
+def test_calls_of_several_threads_keep_their_steps(monkeypatch):
+    """What failed here reached the script: its calls of other sizes, from other threads, ended with an error."""
+    monkeypatch.setattr(step_records, "KEPT_STEPS", 4)
+    records, graphs, failures = StepRecords(), [Graph("inference") for _ in range(3)], []
+
+    def call(seed):
+        try:
+            for number in range(4000):
+                records.note_news()
+                run(records, graphs[number % 3], plan(number * 7 % 64 + seed, count=number % 5), float(number), 0.5)
+        except Exception as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=call, args=(64 * seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert told(records)
