@@ -18,6 +18,7 @@ from autofuse.daemon.peers import Peers, Script, peers_folder
 from autofuse.daemon.throttle import MachineLoad, room_beside
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
+from autofuse.locks import make_lock
 from autofuse.preserve_rng import untouched
 from autofuse.report.progress import TuningProgress
 from autofuse.runtime.device_kernels import DeviceKernels
@@ -71,6 +72,9 @@ class TuningClient:
         self.neighbours: Peers | None = None  # from the moment on at which the store is open
         self._machine: MachineLoad | None = None  # from the script's first step on: its imports fill one core only
         self.news_at = time.perf_counter()  # something was requested or decided
+        self._pausing = 0  # threads
+        self._counted_until = 0.0  # by ``perf_counter``
+        self._lock = make_lock()  # held to count pauses
 
     @property
     def enabled(self) -> bool:
@@ -88,22 +92,28 @@ class TuningClient:
             return True
         if self._calls_in_bucket(plan) < CALLS_BEFORE_TUNING["wait"]:
             return False
-        left = self._context.settings.tuner.budget_seconds - self._context.paused_seconds
+        left = self._budget_left()
         if left > 0:
             self._pause(left)
         return True
 
     def wait_for(self, requests: list[TuneRequest]) -> None:
         """Pause the script until these requests are done too, within the remaining budget."""
-        left = self._context.settings.tuner.budget_seconds - self._context.paused_seconds
+        left = self._budget_left()
         if self.enabled and left > 0 and requests:
             self._pause(left, requests)
+
+    def _budget_left(self) -> float:
+        """Seconds."""
+        self._count_pauses(0, time.perf_counter())
+        return self._context.settings.tuner.budget_seconds - self._context.paused_seconds
 
     def _pause(self, budget_seconds: float, requests: Sequence[TuneRequest] = ()) -> None:
         """Write all open requests and wait until they are done or the budget is spent."""
         context = self._context
         began = time.perf_counter()
         context.disturbances += 1
+        self._count_pauses(1, began)
         try:
             with untouched():
                 plans = self._hot_plans("wait")
@@ -115,11 +125,19 @@ class TuningClient:
         except (AutofuseError, OSError) as error:
             context.report_fallback("tuning_stopped", "tuning stopped, the script goes on", error)
         finally:
-            self._context.paused_seconds += time.perf_counter() - began
+            self._count_pauses(-1, time.perf_counter())
+
+    def _count_pauses(self, change: int, now: float) -> None:
+        """One thread more, or one less, pauses from now on. What several wait at once counts once."""
+        with self._lock:
+            if self._pausing:
+                self._context.paused_seconds += now - self._counted_until
+            self._pausing += change
+            self._counted_until = now
 
     def _wait_for_daemon(self, total: int, deadline: float, plans: Sequence[Plan]) -> None:
         context = self._context
-        restarts, began = 0, time.perf_counter()
+        restarts = 0
         self._touch()
         self._ensure_daemon()
         checked = time.perf_counter()
@@ -132,9 +150,10 @@ class TuningClient:
                     return
                 now = time.perf_counter()
                 if now >= deadline:
+                    self._count_pauses(0, now)
                     context.say_once(
                         "budget_spent",
-                        f"tuning has paused the script for {context.paused_seconds + now - began:.0f} s, all its "
+                        f"tuning has paused the script for {context.paused_seconds:.0f} s, all its "
                         "budget; nodes not tuned yet stay on eager's kernels (tuner.budget_seconds sets the budget)",
                     )
                     return

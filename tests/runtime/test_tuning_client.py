@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from autofuse.capture.backend import compile_with
@@ -158,3 +160,14 @@ def test_the_bar_tells_what_the_winners_so_far_save(tmp_path):
     decide("lost", EAGER, 30.0, 40.0)
     nodes = [node("won", "k"), node("won", "k"), node("group", "g"), node("won", "k", covered=True), node("lost", "")]
     assert session.tuning._saving_us([SimpleNamespace(nodes=nodes)]) == 20.0 + 20.0 + 40.0, "not that of covered nodes"
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=8))
+def test_what_several_threads_wait_at_once_counts_once(pauses):
+    """Five threads that each waited for the same minute were told to have waited for five, all of the budget."""
+    session = make_session(load(cli={"run.tune": "off", "run.quiet": True}, environ={}), "test")
+    changes = [(began, 1) for began, seconds in pauses] + [(began + seconds, -1) for began, seconds in pauses]
+    for now, change in sorted(changes, key=lambda one: (one[0], -one[1])):
+        session.tuning._count_pauses(change, float(now))
+    waited = {second for began, seconds in pauses for second in range(began, began + seconds)}
+    assert session.context.paused_seconds == len(waited)
