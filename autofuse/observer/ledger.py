@@ -70,7 +70,8 @@ class EagerTimes:
 
     def mean_busy(self) -> float:
         """Of the last steps of all sizes, 0.0 before the first."""
-        return sum(step.busy_seconds for step in self._steps) / len(self._steps) if self._steps else 0.0
+        steps = tuple(self._steps)
+        return sum(step.busy_seconds for step in steps) / len(steps) if steps else 0.0
 
     def _typical(self, elements: int, seconds: Callable[[EagerStep], float]) -> float | None:
         steps = list(self._steps)

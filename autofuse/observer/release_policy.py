@@ -66,7 +66,7 @@ def _lost(ratios: Sequence[float]) -> float:
 
 
 class ReleasePolicy:
-    """Those of one root."""
+    """Those of one root. Threads may call it at once: what one goes through is a copy of what another adds to."""
 
     def __init__(self) -> None:
         self.any_lost = False
@@ -100,10 +100,10 @@ class ReleasePolicy:
 
     def ratios(self, elements: int) -> Sequence[float]:
         """What a call of so many elements is judged by: the pairs of its magnitude, all while these are few."""
-        own = self._ratios.get(magnitude(elements), ())
+        own = tuple(self._ratios.get(magnitude(elements), ()))
         if len(own) >= PAIRS_BEFORE_RELEASE:
-            return tuple(own)
-        return tuple(ratio for ratios in self._ratios.values() for ratio in ratios)
+            return own
+        return tuple(ratio for ratios in tuple(self._ratios.values()) for ratio in tuple(ratios))
 
     def find_loss(self, elements: int, is_short: bool, release_factor: float) -> Loss | None:
         """After ``add``: what loses, all magnitudes that are judged together with this one, None while nothing does."""
@@ -114,7 +114,7 @@ class ReleasePolicy:
         if reason is None:
             return None
         # Magnitudes with pairs enough of their own have been judged by those; of the others none goes that won its few.
-        few = {m for m, its in self._ratios.items() if len(its) < PAIRS_BEFORE_RELEASE and median(its) < 1.0}
+        few = {m for m, its in tuple(self._ratios.items()) if len(its) < PAIRS_BEFORE_RELEASE and median(its) < 1.0}
         own = magnitude(elements)
         losers = {own} if len(self._ratios.get(own, ())) >= PAIRS_BEFORE_RELEASE else few
         return Loss(reason, median(ratios), frozenset(losers)) if losers else None
@@ -136,19 +136,19 @@ class ReleasePolicy:
         ``known_gain``: of the root in an earlier run, 0 if none.
         """
         enough = CLEAR_PAIRS // 2 if known_gain >= CLEAR_GAIN else CLEAR_PAIRS
-        own = self._ratios.get(magnitude(elements), ())
+        own = tuple(self._ratios.get(magnitude(elements), ()))
         return len(own) >= enough and min(own) >= CLEAR_GAIN
 
     def is_sure(self, elements: int) -> bool:
         """Whether calls of this magnitude gain beyond doubt. No more than two of the last six may tell otherwise."""
-        own = self._ratios.get(magnitude(elements), ())
-        last = list(own)[-LAST_PAIRS:]
+        own = tuple(self._ratios.get(magnitude(elements), ()))
+        last = own[-LAST_PAIRS:]
         is_gain = len(own) >= SURE_PAIRS and _lost(own) <= -SURE_DEVIATIONS
         return is_gain and 3 * sum(ratio < 1.0 for ratio in last) <= len(last)
 
     @property
     def gain(self) -> float:
         """Eager's time over the captured graph's, the median of what did not lose; 0 while too little is known."""
-        ratios = [ratio for its in self._ratios.values() for ratio in its]
+        ratios = [ratio for its in tuple(self._ratios.values()) for ratio in tuple(its)]
         enough = CLEAR_PAIRS if ratios and min(ratios) >= CLEAR_GAIN else PAIRS_BEFORE_RELEASE
         return median(ratios) if len(ratios) >= enough else 0.0

@@ -95,7 +95,7 @@ class GraphTrial:
 
     def new_shape(self, signature: Any, is_eager: bool = False) -> Shape:
         if len(self.shapes) >= MAX_SHAPES:
-            seldom = (key for key, known in self.shapes.items() if not known.sizes.is_one)
+            seldom = (key for key, known in tuple(self.shapes.items()) if not known.sizes.is_one)
             for old in list(itertools.islice(seldom, MAX_SHAPES // 4)):
                 self.shapes.pop(old, None)
         text = str(signature)
@@ -144,7 +144,7 @@ class GraphTrial:
     @property
     def is_resting(self) -> bool:
         """Whether calls of all sizes run the original module for now."""
-        sizes = {magnitude(shape.elements) for shape in self.shapes.values()} if self._resting else set()
+        sizes = {magnitude(shape.elements) for shape in tuple(self.shapes.values())} if self._resting else set()
         return bool(sizes) and sizes <= {*self._resting}
 
     def _is_settled(self, shape: Shape) -> bool:
@@ -287,7 +287,7 @@ class GraphTrial:
         elif loss is not None:
             self.verdicts.lose(loss)
             # A shape that came once or twice does not count: it will never have a pair of samples.
-            seen = [known for known in self.shapes.values() if len(known.sizes.near(known.elements)) >= PAIRED]
+            seen = [known for known in tuple(self.shapes.values()) if len(known.sizes.near(known.elements)) >= PAIRED]
             self._on_loss(shape, loss, is_short, all(self.verdicts.is_lost(known.elements) for known in seen))
         elif is_unsure(ratios):
             self._held_out.extend(magnitude(shape.elements))

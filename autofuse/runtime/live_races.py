@@ -173,7 +173,7 @@ class LiveRaces:
 
     def told(self) -> Event | None:
         """All verdicts of the run; None where no kernel was raced."""
-        races = {key: race for key, race in self._races.items() if race.comparison is not None}
+        races = {key: race for key, race in tuple(self._races.items()) if race.comparison is not None}
         if not races:
             return None
         counts = Counter(race.verdict for race in races.values())
