@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -323,6 +324,36 @@ def test_shapes_without_end_run_without_dynamo_once_a_graph_has_symbols(session,
     assert any("-1" in text for text in written), "rare sizes are compared with others of about their size"
     assert len(written) <= MAX_EXACT + 1
     assert all(fields[5] > 0.0 for fields in session.context.steps[-60:]), "a new shape is no disturbance"
+
+
+def test_threads_call_one_root_with_sizes_without_end(session):
+    model, wrong = Flexible(), []
+
+    def call(first):
+        try:
+            with torch.no_grad():
+                for rows in range(first, first + 300):
+                    x = torch.randn(rows, 8)
+                    if not torch.equal(model(x), expected(model, x)):
+                        wrong.append(rows)
+        except Exception as error:
+            wrong.append(error)
+
+    with torch.no_grad():
+        for rows in (4, 5, 6, 7):
+            model(torch.randn(rows, 8))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=call, args=(8 + 100 * number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert session.roots.root_of(model).state == "captured", session.roots.root_of(model).detail
 
 
 def test_a_checkpointed_root_is_left_alone(session):
