@@ -18,7 +18,7 @@ from autofuse.daemon.peers import Peers, Script, peers_folder
 from autofuse.daemon.throttle import MachineLoad, room_beside
 from autofuse.errors import AutofuseError
 from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
-from autofuse.locks import make_lock
+from autofuse.locks import make_rlock
 from autofuse.preserve_rng import untouched
 from autofuse.report.progress import TuningProgress
 from autofuse.runtime.device_kernels import DeviceKernels
@@ -74,7 +74,7 @@ class TuningClient:
         self.news_at = time.perf_counter()  # something was requested or decided
         self._pausing = 0  # threads
         self._counted_until = 0.0  # by ``perf_counter``
-        self._lock = make_lock()  # held to count pauses
+        self._lock = make_rlock()  # held to count pauses; a handler of a signal may come here meanwhile
 
     @property
     def enabled(self) -> bool:

@@ -3,7 +3,6 @@
 import copy
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from autofuse.runtime.graph_trial import MAX_EXACT
 from autofuse.runtime.root_tracing import TracedCalls
 from autofuse.sessions import current_session, start_session
 from autofuse.settings.layers import load
+from tests.in_threads import call_in_threads
 from tests.observer.test_device_timer import FakeGpu
 
 
@@ -329,30 +329,15 @@ def test_shapes_without_end_run_without_dynamo_once_a_graph_has_symbols(session,
 def test_threads_call_one_root_with_sizes_without_end(session):
     model, wrong = Flexible(), []
 
-    def call(first):
-        try:
-            with torch.no_grad():
-                for rows in range(first, first + 300):
-                    x = torch.randn(rows, 8)
-                    if not torch.equal(model(x), expected(model, x)):
-                        wrong.append(rows)
-        except Exception as error:
-            wrong.append(error)
+    @torch.no_grad()
+    def call(first, number=300):
+        for rows in range(first, first + number):
+            x = torch.randn(rows, 8)
+            if not torch.equal(model(x), expected(model, x)):
+                wrong.append(rows)
 
-    with torch.no_grad():
-        for rows in (4, 5, 6, 7):
-            model(torch.randn(rows, 8))
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=call, args=(8 + 100 * number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not wrong
+    call(4, 4)
+    assert not call_in_threads(call, (8, 108, 208, 308)) and not wrong
     assert session.roots.root_of(model).state == "captured", session.roots.root_of(model).detail
 
 

@@ -1,8 +1,6 @@
 """Which steps are timed, and what is kept of them: when each node began, in the step in which it did."""
 
 import json
-import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from autofuse.ir.records import STEP_RECORD
 from autofuse.runtime import step_records
 from autofuse.runtime.step_records import GraphCall, StepRecords, Stretch, starts
+from tests.in_threads import call_in_threads
 from tests.runtime.test_routed_graphs import Tiny, Undecided, routed
 
 
@@ -146,25 +145,12 @@ def test_a_training_step_leaves_its_graphs_in_their_order():
 def test_calls_of_several_threads_keep_their_steps(monkeypatch):
     """What failed here reached the script: its calls of other sizes, from other threads, ended with an error."""
     monkeypatch.setattr(step_records, "KEPT_STEPS", 4)
-    records, graphs, failures = StepRecords(), [Graph("inference") for _ in range(3)], []
+    records, graphs = StepRecords(), [Graph("inference") for _ in range(3)]
 
-    def call(seed):
-        try:
-            for number in range(4000):
-                records.note_news()
-                run(records, graphs[number % 3], plan(number * 7 % 64 + seed, count=number % 5), float(number), 0.5)
-        except Exception as error:
-            failures.append(error)
+    def call(first):
+        for number in range(4000):
+            records.note_news()
+            run(records, graphs[number % 3], plan(number * 7 % 64 + first, count=number % 5), float(number), 0.5)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=call, args=(64 * seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures
+    assert not call_in_threads(call, (0, 64, 128, 192))
     assert told(records)
