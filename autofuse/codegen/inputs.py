@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
+from torch.nn import functional as F
 
 from autofuse.codegen.call import torch_dtype
 from autofuse.ir.composites import expanded
@@ -178,6 +179,23 @@ def _indices(sizes_of: Sequence[Dim], wraps: bool, is_distinct: bool = False) ->
     return role
 
 
+def _maxima(op: Operation) -> Role:
+    """Places of maxima as a forward pass over such an image finds them: aten's backward pass checks no bounds."""
+    rank = 3 if "3d" in op.short_name else 2
+
+    def role(
+        form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
+    ) -> torch.Tensor:
+        image = torch.rand(op.outputs[0].shape.bind(symbols), generator=generator)
+        if op.short_name.startswith("adaptive"):
+            forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = getattr(F, f"adaptive_max_pool{rank}d")
+            return forward(image, sizes[-rank:], return_indices=True)[1]
+        forward = getattr(torch.ops.aten, f"max_pool{rank}d_with_indices")
+        return forward(image, *op.args[2:7])[1]
+
+    return role
+
+
 def _total(
     form: NodeForm, spec: TensorSpec, sizes: tuple[int, ...], symbols: Mapping[str, int], generator: torch.Generator
 ) -> torch.Tensor:
@@ -191,6 +209,12 @@ _POSITIVE_ARGUMENTS = {
     "native_batch_norm_backward": (4, 6),
     "native_group_norm_backward": (3,),
 }  # argument positions of standard deviations and variances
+_MAXIMA_ARGUMENTS = {
+    "max_pool2d_with_indices_backward": 7,
+    "max_pool3d_with_indices_backward": 7,
+    "adaptive_max_pool2d_backward": 2,
+    "adaptive_max_pool3d_backward": 2,
+}
 
 
 def _roles(form: NodeForm) -> dict[str, Role]:
@@ -219,6 +243,8 @@ def _roles(form: NodeForm) -> dict[str, Role]:
             note(op.args[at + 1], _unit)
         if op.short_name == "log_sigmoid_backward":
             note(op.args[2], _unit)
+        if op.short_name in _MAXIMA_ARGUMENTS:
+            note(op.args[_MAXIMA_ARGUMENTS[op.short_name]], _maxima(op))
     return roles
 
 
