@@ -122,6 +122,28 @@ def test_nan_and_infinity_stay_in_their_channel(special: float, target: Any) -> 
     assert torch.equal(mean[2:3], torch.tensor([special])) or special != special
 
 
+@pytest.mark.parametrize("weight", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("is_last", [False, True], ids=["contiguous", "channels_last"])
+def test_an_infinite_weight(is_last: bool, weight: float, generator: FusionKernelGenerator) -> None:
+    """aten's kernel multiplies the mean by it too: NaN for elements of the mean's sign, infinity for the others."""
+    x = _neighbours(3, CHANNELS, 5, 7) if is_last else torch.randn(3, CHANNELS, 5, 7)
+    parameters = _parameters(torch.float32)
+    parameters[0][2] = weight
+    w, b, m, v = parameters
+
+    def biased(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return aten._native_batch_norm_legit_functional.default(*inputs, True, 0.3, 1e-5)
+
+    def unbiased(x: torch.Tensor, w: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return biased(x, w, None, m, v)  # type: ignore[arg-type]
+
+    for function, inputs in ((biased, (x, w, b, m, v)), (unbiased, (x, w, m, v))):
+        form = trace(function, inputs, static=(CHANNELS,))
+        _check(form, inputs, generator)
+        found = _run(form, inputs, generator)[0][:, 2]
+        assert found.isnan().any() and (weight != weight or found.isinf().any())
+
+
 def test_statistics_of_16_bit_tensors_stay_eager_s() -> None:
     """torch traces them with another dtype than its CPU kernel gives them."""
     x, parameters = torch.randn(3, CHANNELS, 5, 7).bfloat16(), _parameters(torch.float32)

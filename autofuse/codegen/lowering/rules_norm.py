@@ -279,9 +279,20 @@ def _batch_norm_training(cx: Context, op: Operation, output: int, index: Index, 
     rstd = b.apply("rsqrt", b.add(var, eps))
     if output == 2:
         return rstd
-    off = b.sub(b.cast(cx.operand(x, index), to), mean)
-    here = b.mul(off if left is None else b.sub(off, left), rstd)
-    return _channel_affine(cx, here, weight, bias, index[1])
+    value, channel = b.cast(cx.operand(x, index), to), (index[1],)
+    if weight is None or cx.spec(x).device != "cpu":
+        off = b.sub(value, mean)
+        return _channel_affine(cx, b.mul(off if left is None else b.sub(off, left), rstd), weight, bias, index[1])
+    # aten's CPU kernel has one multiplication and one addition: x * scale + (bias - mean * scale). An infinite weight
+    # gives NaN by that where (x - mean) * scale would not; with any other, the latter is nearer to float64.
+    scale = b.mul(rstd, b.cast(cx.operand(weight, channel), to))
+    offset = b.const(0, to) if bias is None else b.cast(cx.operand(bias, channel), to)
+    is_finite = b.compare("lt", b.apply("abs", scale), math.inf)
+    offset = b.select(is_finite, offset, b.sub(offset, b.mul(mean, scale)), to)
+    off = b.sub(value, b.select(is_finite, mean, 0, to))
+    if left is not None:
+        off = b.sub(off, b.select(is_finite, left, 0, to))
+    return b.add(_affine(cx, b.mul(off, rstd), weight, None, channel), offset)
 
 
 def _infer_batch_norm_backward(cx: Context, op: Operation) -> Sequence[Index | None]:
