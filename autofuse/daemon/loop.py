@@ -169,7 +169,8 @@ class TuningLoop:
         return -1.0 if self._fleet.is_elsewhere(waiting.key) else self._expectations.saving_a_second(waiting)
 
     def _has_worked(self) -> bool:
-        """Work on a request of this host; where there is none and no script runs, on another's, or an old decision."""
+        """Work on a request of this host; where there is none and no script runs, on another's, or a decision that is
+        old or was undecided."""
         request = self.queue.next()
         if request is not None:
             self.work(request)
@@ -191,6 +192,7 @@ class TuningLoop:
         try:
             self._work(request, self.queue.finish, self._tuner.tune)
         finally:
+            self._rechecks.look_again()
             self._fleet.end_own()
             self._scheduler.end()
 

@@ -1,6 +1,8 @@
-"""Old decisions that this daemon races again while no script runs: machines and what runs on them change.
+"""Decisions that this daemon races again while no script runs.
 
-In: the store. Out: the next old decision, if it is time for one.
+Old ones, for machines and what runs on them change; and those that were undecided, mostly beside a script.
+
+In: the store. Out: the next such decision, if it is time for one.
 Guarantee: one daemon spends RECHECK_SECONDS on this at most, takes each key once, and asks the store seldom.
 """
 
@@ -11,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from autofuse.db.old_decisions import OldDecision
 from autofuse.db.store import Store
-from autofuse.tuner.proposed import RACED
+from autofuse.tuner.proposed import RACED, UNDECIDED
 
 RECHECK_SECONDS = 300.0  # of work of one daemon, so that an old store with thousands of decisions does not keep it up
 LOOK_SECONDS = 600.0  # from a look that found none to the next
@@ -30,7 +32,7 @@ class Rechecks:
         kind: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``days``: the age from which on a decision is old, 0 for never; ``kind``: the daemon's."""
+        """``days``: the age from which on a decision is old, 0 for no race again; ``kind``: the daemon's."""
         self._old = store.old_decisions
         self._days = days
         self._devices = devices
@@ -45,19 +47,28 @@ class Rechecks:
         """Take the next old decision into work; None where there is none, or enough was done."""
         if not self._days or self._spent >= RECHECK_SECONDS or self._clock() < self._look_at:
             return None
-        found = self._old.take(
-            *self._devices,
-            versions=self._versions,
-            age_seconds=self._days * DAY_SECONDS,
-            reasons=("won", "slower_live", *RACED),
-            known=self._taken,
-            kind=self._kind,
-        )
+        found = self._take(0.0, (UNDECIDED,), is_used=False)
+        found = found or self._take(self._days * DAY_SECONDS, ("won", "slower_live", *RACED), is_used=True)
         if found is None:
             self._look_at = self._clock() + LOOK_SECONDS
         else:
             self._taken.add(found.request.key.digest)
         return found
+
+    def _take(self, age_seconds: float, reasons: Sequence[str], is_used: bool) -> OldDecision | None:
+        return self._old.take(
+            *self._devices,
+            versions=self._versions,
+            age_seconds=age_seconds,
+            reasons=reasons,
+            known=self._taken,
+            kind=self._kind,
+            is_used=is_used,
+        )
+
+    def look_again(self) -> None:
+        """There are new decisions."""
+        self._look_at = float("-inf")
 
     def charge(self, seconds: float) -> None:
         """Count the time that one of them has taken."""

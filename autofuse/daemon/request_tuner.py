@@ -43,7 +43,7 @@ from autofuse.strategies.enumeration import PARTS, WHOLE, cut_strategies, is_gro
 from autofuse.strategies.strategy import Strategy, kernel_id
 from autofuse.tuner.cases import CASE_BYTES, GPU_CASE_BYTES
 from autofuse.tuner.outcome import JobLimits, Outcome
-from autofuse.tuner.proposed import RACED, has_run, is_eager
+from autofuse.tuner.proposed import RACED, UNDECIDED, has_run, is_eager
 from autofuse.tuner.strategy_provider import STRATEGY, StrategyBenchmarks
 from autofuse.tuner.tune_node import Job
 
@@ -95,8 +95,11 @@ class RequestTuner:
                 self._results.note_failures(request.key, outcome)
                 outcome = None
         outcome = outcome or self._search(request, form)
-        found = f"it gained {before.speedup:.2f}x" if before.reason == "won" else "eager stayed"
-        words = f"raced again after {old.age_seconds / DAY_SECONDS:.0f} days; before, {found}"
+        if before.reason == UNDECIDED:
+            words = f"raced again while no script ran; before, {before.speedup:.2f}x was not sure"
+        else:
+            found = f"it gained {before.speedup:.2f}x" if before.reason == "won" else "eager stayed"
+            words = f"raced again after {old.age_seconds / DAY_SECONDS:.0f} days; before, {found}"
         outcome.decisions[0] = _with_words(outcome.decisions[0], words)
         return outcome
 
@@ -210,11 +213,14 @@ class RequestTuner:
     def _part_winner(
         self, request: TuneRequest, form: NodeForm, part: NodeForm, printer: str, sizes: Sequence[Dim]
     ) -> KernelRecord | None:
-        """The kernel of a part in the request's bucket, from a stored decision or tuned now; None where eager wins."""
+        """The kernel of a part in the request's bucket, from a stored decision or tuned now; None where eager wins.
+
+        What was undecided in an earlier job is raced again.
+        """
         own = part_request(request, form, part, printer, sizes)
         known = self._results.last_decision(own.key, own.bucket)
         kernel = self._results.kernel_of(known) if known is not None else None
-        if known is None or (known.compile_key and kernel is None):
+        if known is None or known.reason == UNDECIDED or (known.compile_key and kernel is None):
             outcome = self._try_proposal(own, part, printer) or self._tune_kernel(own, part, printer)
             self._results.write(own, outcome)
             self._answered.add(own.key.digest)
@@ -278,7 +284,7 @@ def part_request(
 
 def _may_cut(decisions: Sequence[Decision]) -> bool:
     """Whether one kernel gains so little that two might gain more, or may not be used while one of two might."""
-    known = [d for d in decisions if d.reason in ("won", "no_gain", "below_margin", "not_bit_equal")]
+    known = [d for d in decisions if d.reason in ("won", "no_gain", "below_margin", "undecided", "not_bit_equal")]
     return bool(known) and (known[0].reason == "not_bit_equal" or known[0].speedup < CUT_BELOW)
 
 

@@ -46,17 +46,19 @@ class OldDecisions:
         reasons: Collection[str],
         known: Collection[str] = (),
         kind: str = "",
+        is_used: bool = True,
     ) -> OldDecision | None:
         """Take the most used decision of at least this age into work, the oldest among equals; None if there is none.
 
         ``devices``, ``versions``, ``kind``: as `TuneQueue.take` has them; ``reasons``: of the decisions that count;
-        ``known``: digests of keys that do not. A decision counts if a run has used its bucket since it was made.
+        ``known``: digests of keys that do not; ``is_used``: only those count whose bucket a run has used since they
+        were made.
         """
         table, key = models.DecisionRow, models.DecisionKeyRow
         ours = key.versions.in_(versions) & is_one_of(key.device, devices)
         is_old = (table.at < now() - age_seconds) & table.reason.in_(reasons)
         with self._file.read() as connection:
-            rows = connection.execute(_used_since().where(ours, is_old).limit(_LOOKED_AT)).all()
+            rows = connection.execute(_standing(is_used).where(ours, is_old).limit(_LOOKED_AT)).all()
         for row in rows:
             if row.key in known:
                 continue
@@ -70,15 +72,16 @@ class OldDecisions:
         return None
 
 
-def _used_since() -> Any:
-    """Standing decisions whose buckets a run has used since, in the order in which they matter."""
+def _standing(is_used: bool) -> Any:
+    """Standing decisions, ``is_used``: whose buckets a run has used since, in the order in which they matter."""
     table, request, use, run = models.DecisionRow, models.Request, models.NodeUseRow, models.Run
     standing = select(func.max(table.id)).group_by(table.key)
     later = exists().where(use.bucket_id == request.bucket_id, use.run_id == run.id, run.started_at > table.at)
-    return (
+    found = (
         decision_rows()
         .join(request, request.key == table.key)
-        .where(table.id.in_(standing), request.status == "done", later.correlate(request, table))
+        .where(table.id.in_(standing), request.status == "done")
         .order_by(None)
         .order_by(request.expected_saving_us.desc(), table.at, table.id)
     )
+    return found.where(later.correlate(request, table)) if is_used else found

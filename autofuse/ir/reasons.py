@@ -171,6 +171,7 @@ class DecisionReason(Reason):
 
     WON = "won", "faster than eager, checked against float64"
     BELOW_MARGIN = "below_margin", "no candidate beat eager by the margin"
+    UNDECIDED = "undecided", "faster than eager in most rounds, which were too few or too uneven to be sure"
     NO_GAIN = "no_gain", "no candidate was faster than eager"
     DEVICE_SLOWER = "device_slower", "fewer launches, but more work for the device"
     SLOWER_LIVE = "slower_live", "faster in its race, but slower than eager in the script's own calls"

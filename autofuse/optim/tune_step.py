@@ -36,7 +36,7 @@ from autofuse.optim.form import StepForm
 from autofuse.optim.triton_printer import KNOBS as TRITON_KNOBS
 from autofuse.optim.triton_printer import print_triton_step
 from autofuse.tuner.backends import Backend, CBackend, InterpreterBackend, TritonBackend
-from autofuse.tuner.comparison import compare, decide, keeps_device_slower
+from autofuse.tuner.comparison import compare, decide, keeps_device_slower, why_eager
 from autofuse.tuner.outcome import JobLimits, Outcome, given_up_in_words
 from autofuse.tuner.timing import RaceRules
 from autofuse.tuner.worker_process import CandidateProblem, WorkerProcess
@@ -125,7 +125,7 @@ class StepTuning:
             outcome.decisions.clear()
         if is_gain:
             return self._stay_eager("not_bit_equal", given_up, lost)
-        return self._stay_eager("no_gain" if lost.high < 1.0 else "below_margin", given_up, lost)
+        return self._stay_eager(why_eager(lost, self._limits.margin), given_up, lost)
 
     def _settle(self, first: Comparison, best: _Entrant, count: int, given_up: str = "") -> Outcome:
         """Decide on the best of ``count`` entrants, which was compared with eager once."""
@@ -135,7 +135,7 @@ class StepTuning:
         busy = "" if self._threads in (0, self._request.key.threads) else ", on one thread, for the machine was busy"
         if not ruling.is_won:
             words = f"the best is {best.candidate.variant} with {seen.speedup:.2f}x ({seen.low:.2f} to {seen.high:.2f})"
-            return self._stay_eager("no_gain" if seen.high < 1.0 else "below_margin", words + busy, seen)
+            return self._stay_eager(why_eager(seen, self._limits.margin), words + busy, seen)
         words = f"the fastest of {count}, {seen.rounds} paired rounds"
         if self._tried != self._form:
             words += f", on {sum(self._tried.sizes)} of {sum(self._form.sizes)} elements"

@@ -103,6 +103,13 @@ def wins(comparison: Comparison, margin: float) -> bool:
     return verdict(comparison, margin) == "won"
 
 
+def why_eager(comparison: Comparison, margin: float) -> str:
+    """The reason code of a candidate that has run, was right and has not won."""
+    if comparison.high < 1.0:
+        return "no_gain"
+    return "undecided" if comparison.speedup >= 1.0 + margin else "below_margin"
+
+
 def is_clear(comparison: Comparison) -> bool:
     """Whether a win needs no second race."""
     return comparison.strong_low >= CLEAR

@@ -14,7 +14,7 @@ from functools import partial
 from autofuse.ir.fused_operators import fused_operators
 from autofuse.ir.records import Comparison, Decision, TuneRequest
 from autofuse.tuner.cases import full_cases
-from autofuse.tuner.comparison import LEAST_PAIRS, decide
+from autofuse.tuner.comparison import LEAST_PAIRS, decide, why_eager
 from autofuse.tuner.entrants import Contest, Entrant
 from autofuse.tuner.outcome import Verdicts, given_up_in_words
 from autofuse.tuner.timing import PROBES
@@ -83,9 +83,11 @@ class NodeDecider:
         seen = f"{last.speedup:.2f}x ({last.low:.2f} to {last.high:.2f})"
         own = fused_operators(self._contest.form)
         stays = f"the script's own kernel ({', '.join(own)}) stays: " if own else ""
-        reason, detail = "no_gain", f"{stays}the best kernel is {seen}"
-        if last.high >= 1.0:
-            reason, detail = "below_margin", f"{detail}, a switch needs {1 + self._margin:.2f}x at the lower end"
+        reason, detail = why_eager(last, self._margin), f"{stays}the best kernel is {seen}"
+        if reason == "below_margin":
+            detail += f", a switch needs {1 + self._margin:.2f}x"
+        elif reason == "undecided":
+            detail += f" in {last.rounds} rounds, too few or too uneven to be sure of it"
         if unconfirmed is not None:
             detail += f"; a race before showed {unconfirmed.speedup:.2f}x"
         return self._verdicts.stay_eager(reason, detail, last)

@@ -14,6 +14,7 @@ from autofuse.ir.records import EAGER, IN_ONE, Candidate
 from autofuse.tuner.outcome import Outcome
 
 RACED = ("no_gain", "below_margin", "device_slower", "not_bit_equal")  # it ran and was right, and eager stays
+UNDECIDED = "undecided"  # the same, but it may well be faster: no other host is told, and it is raced again
 
 
 def misfit(candidate: Candidate, variants: Collection[str], knobs: Sequence[Knob]) -> str:
@@ -39,7 +40,7 @@ def is_eager(candidate: Candidate) -> bool:
 def has_run(outcome: Outcome) -> bool:
     """Whether a proposed candidate was right here and was raced, whoever won; the outcome then stands."""
     reason = outcome.decisions[0].reason
-    return reason == "won" or reason in RACED
+    return reason in ("won", UNDECIDED) or reason in RACED
 
 
 def _short(value: object) -> str:

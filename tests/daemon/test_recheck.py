@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from autofuse.daemon.loop import TuningLoop
 from autofuse.daemon.recheck import LOOK_SECONDS, RECHECK_SECONDS, Rechecks
 from autofuse.db.store import Store
 from autofuse.ir.device import cpu_device
-from autofuse.ir.records import EAGER, Decision, NodeUse, RunStart, TuneRequest
+from autofuse.ir.records import EAGER, Candidate, Decision, NodeUse, RunStart, TuneRequest
 from autofuse.tuner.benchmark_provider import NodeBenchmarks
 from autofuse.tuner.search import ConfigSearch
 from tests.tuner.loops import count_searches, quick_loop, slow_candidates
@@ -97,6 +98,25 @@ def test_what_fails_leaves_the_decision_as_it_was(
     assert history(store, asked) == [before] and store.queue.length().failed == 0
 
 
+def test_what_was_undecided_is_raced_again_once_the_script_has_ended(loop: TuningLoop, store: Store) -> None:
+    """Also where no run has used it since; once by one daemon."""
+    asked = request(chain_form(5, 256), (700,), calls=1)
+    store.queue.add([asked])
+    assert loop.drain(lambda done, total: None).left == 0
+    first = history(store, asked)[-1]
+    undecided = replace(first, candidate=Candidate(EAGER), reason="undecided", speedup=1.1, compile_key=None)
+    store.results.put_decision(undecided)
+    begin_rechecks(loop)
+    assert loop._has_worked()
+    found = history(store, asked)[-1]
+    assert found.reason == "won"
+    assert found.detail.startswith("raced again while no script ran; before, 1.10x was not sure; ")
+    store.results.put_decision(undecided)
+    while loop._has_worked():
+        pass
+    assert history(store, asked)[-1].reason == "undecided"
+
+
 def test_never_beyond_its_time_and_seldom_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now: list[float] = [0.0]
     asked: list[float] = []
@@ -106,8 +126,10 @@ def test_never_beyond_its_time_and_seldom_asked(monkeypatch: pytest.MonkeyPatch,
         for at in (0.0, 1.0, LOOK_SECONDS - 1.0, LOOK_SECONDS, LOOK_SECONDS + 1.0):
             now[0] = at
             assert rechecks.next() is None
-        assert asked == [0.0, LOOK_SECONDS]
+        assert asked == [0.0, 0.0, LOOK_SECONDS, LOOK_SECONDS], "for undecided decisions, then for old ones"
+        rechecks.look_again()
+        assert rechecks.next() is None and len(asked) == 6
         rechecks.charge(RECHECK_SECONDS)
         now[0] = 9 * LOOK_SECONDS
-        assert rechecks.next() is None and len(asked) == 2
-        assert Rechecks(store, 0.0, ["cpu:"], ["v"], "").next() is None and len(asked) == 2
+        assert rechecks.next() is None and len(asked) == 6
+        assert Rechecks(store, 0.0, ["cpu:"], ["v"], "").next() is None and len(asked) == 6

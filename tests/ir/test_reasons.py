@@ -53,6 +53,7 @@ SLOTS: dict[tuple[type[Reason], ...], tuple[Slot, ...]] = {
     (DecisionReason,): (
         *(Slot("_give_up(0)", "tuner/"), Slot("stay_eager(0)", "tuner/"), Slot("_decision(3)", "tuner/")),
         *(Slot("return why_nothing_ran", "tuner/"), Slot("_REASONS =", "tuner/"), Slot("of(3)", "tuner/")),
+        Slot("return why_eager", "tuner/"),
         *(Slot("_stay_eager(0)", "optim/"), Slot("_decide(2)", "optim/tune_step.py"), Slot("of(3)", "optim/")),
         *(Slot("NodeLine(reason=)"), Slot("replace(reason=)", "runtime/live_races.py")),
     ),
@@ -69,6 +70,7 @@ HANDED_ON = frozenset({
     *("code", "kind", "refusal[0]", "error.code", "known.reason", "advice.reason", "loss.reason", "UNTUNED"),
     "facts.known_reason",
     *("row.kind", "row.reason", "*problem", "backend.problem", "self.lowerable(node.form) if self.lowerable else None"),
+    *(f"why_eager({which})" for which in ("last, self._margin", *(f"{c}, self._limits.margin" for c in ("lost", "seen")))),
     *("*self._verdicts.why_nothing_ran()", "GRAPH_METRICS", "PEAK_MEMORY", "STEP_RECORD", "LIVE_RACES"),
     *("name", "reason", "decision.reason", "None", "f'{REFUSED}{error.code}'"),
 })  # fmt: skip
