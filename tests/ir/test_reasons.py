@@ -70,7 +70,7 @@ HANDED_ON = frozenset({
     *("code", "kind", "refusal[0]", "error.code", "known.reason", "advice.reason", "loss.reason", "UNTUNED"),
     "facts.known_reason",
     *("row.kind", "row.reason", "*problem", "backend.problem", "self.lowerable(node.form) if self.lowerable else None"),
-    *(f"why_eager({which})" for which in ("last, self._margin", *(f"{c}, self._limits.margin" for c in ("lost", "seen")))),
+    *("why_eager(last, self._margin)", "why_eager(lost, self._limits.margin)", "why_eager(seen, self._limits.margin)"),
     *("*self._verdicts.why_nothing_ran()", "GRAPH_METRICS", "PEAK_MEMORY", "STEP_RECORD", "LIVE_RACES"),
     *("name", "reason", "decision.reason", "None", "f'{REFUSED}{error.code}'"),
 })  # fmt: skip
