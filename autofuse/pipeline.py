@@ -19,7 +19,7 @@ from autofuse.capture.dynamo import CAPTURE_ERRORS, note_trace
 from autofuse.capture.graph_import import ImportedGraph, import_graph
 from autofuse.capture.guarded_call import plain_call
 from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, split_dropout
-from autofuse.capture.traced import being_traced
+from autofuse.capture.traced import OF_THE_LOSS, being_traced
 from autofuse.debug import Level, tell
 from autofuse.errors import ShapeError
 from autofuse.fusion.graph import FusionGraph
@@ -44,7 +44,8 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
 
     Any failure of ours leaves the graph as it is.
     """
-    began = perf_counter()
+    began, name = perf_counter(), phase
+    phase = "backward" if name == OF_THE_LOSS else name
     traced = being_traced()
     try:
         with untouched():  # a backward graph is compiled in a backward pass of the script's
@@ -57,10 +58,10 @@ def route_graph(module: fx.GraphModule, phase: str, session: Session, times: int
             )
             described = session.planner.add_router(router, planned.graph, planned.nodes, planned.halves)
             found, sums = tuple(session.context.refusals[refusals:]), session.planner.engine.get_fusion_stats
-            tell(Level.PLAN, lambda: plan_text(phase, planned.nodes, found, sums()))
-            tell(Level.GRAPHS, lambda: f"{phase} graph, as planned:\n{readable(module)}")
+            tell(Level.PLAN, lambda: plan_text(name, planned.nodes, found, sums()))
+            tell(Level.GRAPHS, lambda: f"{name} graph, as planned:\n{readable(module)}")
         if traced is not None:
-            traced.plans[phase] = Planned(router, described, found, draws)
+            traced.plans[name] = Planned(router, described, found, draws)
         if phase == "backward":
             for half in planned.halves:
                 half.pair.is_ready = True

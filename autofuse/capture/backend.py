@@ -23,7 +23,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._functorch.aot_autograd import make_boxed_func
 
 from autofuse.capture.aliased_inputs import Writes, refuse_checkpointed_writes, unseen, written_statistics
-from autofuse.capture.double_backward import replayed
+from autofuse.capture.double_backward import Alone, replayed
 from autofuse.capture.dynamo import not_of_our_traces, note_read
 from autofuse.capture.guarded_call import (
     has_subclasses,
@@ -33,12 +33,13 @@ from autofuse.capture.guarded_call import (
     plain_call,
 )
 from autofuse.capture.joint_graph import refuse_views_given_out
+from autofuse.capture.loss_alone import loss_alone
 from autofuse.capture.random_ops import pass_idle_dropout
 from autofuse.capture.recompute import partition
 from autofuse.capture.repeated_blocks import take_apart
 from autofuse.capture.shared_elements import writes_shared_elements
 from autofuse.capture.simplify import simplify
-from autofuse.capture.traced import Keeper, being_traced
+from autofuse.capture.traced import OF_THE_LOSS, Keeper, being_traced
 from autofuse.debug import Level, tell
 from autofuse.preserve_rng import untouched
 
@@ -61,7 +62,7 @@ def compile_with(
     keeper: Keeper | None = None,
     is_strict: bool = False,
 ) -> Callable[..., Any]:
-    """``compile_graph(aten graph, phase, times)`` gets "forward", "backward" or "inference".
+    """``compile_graph(aten graph, phase, times)`` gets "forward", "backward", `OF_THE_LOSS` or "inference".
 
     ``times``: calls of the graph in one call of the whole. With at least ``min_blocks`` equal blocks in a row (0:
     never), one block is compiled for all of them. ``keeper``: the cache of graphs of earlier runs; None for no cache.
@@ -126,8 +127,10 @@ class _Phases:
         tell(Level.GRAPHS, lambda: f"{phase} graph of AOTAutograd:\n{readable(graph)}")
         if phase == "forward" and self.replay is not None:
             self.replay.note_graph(graph)
+        alone = None
         if phase == "backward" and self.replay is not None:
             self.replay.note_backward(graph)
+            alone = loss_alone(graph) if self._times == 1 else None
         if phase != "backward":
             refuse_checkpointed_writes(self._module)
             self._writes.note(graph)
@@ -142,6 +145,8 @@ class _Phases:
         else:
             is_plain = phase == "inference" and not self._needs_wrapper and is_plain_graph(graph, self._inputs)
         call = self._compile_graph(graph, phase, self._times)
+        if self.replay is not None and alone is not None:
+            self.replay.alone = Alone(alone.tangent, self._compile_graph(alone.graph, OF_THE_LOSS, self._times))
         if is_plain and not self._needs_wrapper:
             self._plain.append(call)
         return call, is_plain

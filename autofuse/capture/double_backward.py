@@ -63,6 +63,14 @@ class CachedReplay(NamedTuple):
     has_functions: bool
     reads: list[tuple[bool, bool]]
     reach: UndefinedGradients
+    alone: int | None  # the tangent of a loss that has a backward graph of its own
+
+
+class Alone(NamedTuple):
+    """The backward graph of a loss alone, and which of the whole graph's tangents it reads."""
+
+    tangent: int
+    compiled: Callable[[list[Any]], Any]
 
 
 class Replay:
@@ -75,13 +83,14 @@ class Replay:
         self._reads: list[tuple[bool, bool]] = []  # of each input: for more than statistics, than counters
         self._infinite: frozenset[str] = frozenset()  # values of the forward graph that may be
         self.reach = UndefinedGradients()  # once the backward graph is known
+        self.alone: Alone | None = None  # likewise
         self.apply: Callable[..., Any] | None = None  # the graph past AOTAutograd's wrapper, see `plain_apply`
         self.inputs = 0  # of the graph, as AOTAutograd has them
         self.metadata: Any = None  # AOTAutograd's, once the graph is compiled for training
         self.has_subclasses = False  # which AOTAutograd takes apart
         self.is_cached = isinstance(module, CachedReplay)  # of a trace of an earlier run, and complete
         if isinstance(module, CachedReplay):
-            _, self.is_random, self._can_run_again, self._has_functions, self._reads, self.reach = module
+            _, self.is_random, self._can_run_again, self._has_functions, self._reads, self.reach, _ = module
             return
         self._can_run_again = user_functions.can_run_again(module)
         self._has_functions = user_functions.has_functions(module)
@@ -104,7 +113,10 @@ class Replay:
             data = GraphPickler.dumps(graph, Options(ops_filter=None, node_metadata_key_filter=lambda key: False))
         finally:
             graph.meta = meta
-        return CachedReplay(data, self.is_random, self._can_run_again, self._has_functions, self._reads, self.reach)
+        alone = None if self.alone is None else self.alone.tangent
+        return CachedReplay(
+            data, self.is_random, self._can_run_again, self._has_functions, self._reads, self.reach, alone
+        )
 
     def note_graph(self, graph: fx.GraphModule) -> None:
         """AOTAutograd's forward graph."""
@@ -288,7 +300,8 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
     metadata = spec.fw_metadata
     # No buffer is donated. AOTAutograd leaves None, which its check of retain_graph=True takes for some (torch 2.13).
     metadata.bw_donated_idxs = []
-    forward, backward = lean_passes(function, spec) or passes_of(function)
+    lean = lean_passes(function, spec)
+    forward, backward = (lean.forward, lean.backward) if lean is not None else passes_of(function)
     # Where AOTAutograd takes no subclasses apart its graph's results are the inputs' gradients.
     tangents = tangent_places(metadata) if spec.maybe_subclass_meta is None else []
 
@@ -321,6 +334,11 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
         if not replay.reach.may_be_zero(present) and not replay.runs_once(ctx.autofuse_inputs, metadata):
             return replay.gradients(ctx, grads[0], metadata)
         forget_inputs(ctx)
+        alone = replay.alone
+        if lean is not None and alone is not None and present == {alone.tangent}:
+            found = lean.of_one(grads, ctx, alone.tangent, alone.compiled)
+            if found is not None:
+                return found
         grads[0][:] = filled(grads[0], tangents, ctx)
         return replay.reach.only_reached(backward(grads, ctx, *rest), present)
 

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture.aliased_inputs import unseen
-from autofuse.capture.double_backward import CachedReplay, replayed
+from autofuse.capture.double_backward import Alone, CachedReplay, replayed
 from autofuse.capture.fingerprints import Place, Reference, Unknown, classes_text, find_places, refer_to
 from autofuse.capture.graph_cache import CachedGraph, Call, reading_with, replaced, switches
 from autofuse.capture.guard_record import Ambient, Built, GuardRecord, Listening, build_guards, note_guards
@@ -44,7 +44,7 @@ from autofuse.capture.guarded_call import (
     note_plain_training,
     plain_call,
 )
-from autofuse.capture.traced import Traced, noted_in, trace_prefix
+from autofuse.capture.traced import OF_THE_LOSS, Traced, noted_in, trace_prefix
 from autofuse.private_files import PrivateFolder, Untrusted
 
 log = logging.getLogger(__name__)
@@ -328,6 +328,8 @@ class TraceCache:
             note_plain_graph(compiled, plain[0])
         if replay is not None and replay.apply is not None:
             note_plain_training(compiled, replay.apply, replay.inputs)
+        if replay is not None and kept.replay.alone is not None:
+            replay.alone = Alone(kept.replay.alone, route(OF_THE_LOSS))
         around = plain_call(compiled) if replay is None else replay.around(plain_call(compiled))
         names = dict(built.names) | {name: reference.find() for name, reference in kept.others}
         names[kept.call] = unseen(around, kept.statistics)

@@ -1,10 +1,10 @@
 """Calls of a captured training graph without the checks that AOTAutograd repeats at each call.
 
 In: the autograd function that AOTAutograd has built for a graph, and its specification. Out: its forward and backward
-pass as two plain functions (`lean_passes`), and a call past the wrapper around it (`plain_apply`); None where
-AOTAutograd has more to do: subclasses, inputs that are written to, aliases, tokens, autocast, generators of a GPU.
-Guarantee: tensors are saved, checked for writes and freed as AOTAutograd does it. Rare cases (tangents of
-a subclass, a backward graph that is not compiled yet) are left to AOTAutograd.
+pass as plain functions, and a backward pass of its loss alone (`lean_passes`); a call past the wrapper around it
+(`plain_apply`). None where AOTAutograd has more to do: subclasses, inputs that are written to, aliases, tokens,
+autocast, generators of a GPU. Guarantee: tensors are saved, checked for writes and freed as AOTAutograd does it. Rare
+cases (tangents of a subclass, a backward graph that is not compiled yet) are left to AOTAutograd.
 
 Why: a call of three operators and its backward pass took 71 us, and eager's 43 (64 elements, torch 2.13, AMD EPYC,
 2026-11). The difference is checks of each argument's class, a closure and two contexts per pass.
@@ -22,10 +22,23 @@ from autofuse.capture.autograd_function import needs_tangent, passes_of
 
 Pass = Callable[..., Any]
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
-def lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass] | None:
-    """Forward and backward with the arguments of ``function._fwd_fn`` and ``function._bwd_fn``."""
+class LeanPasses(NamedTuple):
+    """Forward and backward with the arguments of ``function._fwd_fn`` and ``function._bwd_fn``.
+
+    ``of_one(flat, ctx, number, compiled)``: backward by a graph that reads one tangent; None where AOTAutograd has more
+    to do.
+    """
+
+    forward: Pass
+    backward: Pass
+    of_one: Pass
+
+
+def lean_passes(function: Any, spec: Any) -> LeanPasses | None:
+    """The passes of ``function``; None where AOTAutograd has more to do."""
     try:
         return _lean_passes(function, spec) if _is_plain(spec) else None
     except AttributeError:  # another torch
@@ -75,7 +88,6 @@ def _is_plain(spec: Any) -> bool:
         and not meta.mutated_inp_runtime_indices
         and not meta.num_outputs_aliased
         and not meta.num_intermediate_bases
-        and not meta.num_unsafe_view_outputs
         and not meta.tokens
         and not meta.num_backward_tokens
         and not meta.is_rng_op_functionalized
@@ -84,7 +96,7 @@ def _is_plain(spec: Any) -> bool:
     )
 
 
-def _lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass]:
+def _lean_passes(function: Any, spec: Any) -> LeanPasses:
     meta = spec.fw_metadata
     checked = meta.tensors_saved_for_backwards_with_vc_check_slice
     unchecked = meta.tensors_saved_for_backwards_no_vc_check_slice
@@ -94,6 +106,7 @@ def _lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass]:
     constant = [
         i for i, info in enumerate(meta.output_info) if issubclass(info.raw_type, _Tensor) and not info.requires_grad
     ]
+    hidden = meta.unsafe_view_out_indices
     tangents = _tangents(meta)
     whole_backward = passes_of(function)[1]
 
@@ -103,23 +116,31 @@ def _lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass]:
         ctx.save_for_backward(*[t.detach() if t._is_view() else t for t in found[checked]])
         ctx._tensors_no_vc_check = [t.detach() if t._is_view() else t for t in found[unchecked]]
         ctx.symints, ctx.opaque_objects = found[symbols], found[opaque]
+        results = list(found[:returned])
+        for i in hidden:  # a view inside of the graph, which autograd is not to see
+            results[i] = _unsafe_view(results[i], results[i].shape)
         if constant:
-            ctx.mark_non_differentiable(*[found[i] for i in constant])
+            ctx.mark_non_differentiable(*[results[i] for i in constant])
         ctx._materialize_non_diff_grads = False
-        return tuple(found[:returned])
+        return tuple(results)
 
     def backward(flat: Any, ctx: Any, *rest: Any) -> Any:
         compiled = function.compiled_bw
-        gradients = flat[0]
-        if not getattr(compiled, "_boxed_call", False):
-            return whole_backward(flat, ctx, *rest)
+        found = taken(flat[0], tangents) if getattr(compiled, "_boxed_call", False) else None
+        return whole_backward(flat, ctx, *rest) if found is None else run(compiled, found, flat[0], ctx)
+
+    def of_one(flat: Any, ctx: Any, number: int, compiled: Any) -> Any:
+        found = taken(flat[0], tangents[number : number + 1])
+        return None if found is None else run(compiled, found, flat[0], ctx)
+
+    def taken(gradients: Any, wanted: Sequence[_Tangent]) -> list[Any] | None:
         found = []
-        for place, layout, size, stride in tangents:
+        for place, layout, size, stride in wanted:
             gradient = gradients[place]
             if type(gradient) is _Parameter:  # which AOTAutograd takes for a subclass, and raises
                 gradient = gradients[place] = gradient.detach()
             if type(gradient) is not _Tensor or not (size is None or gradient.shape == size):
-                return whole_backward(flat, ctx, *rest)
+                return None
             # The gradient of a sum or a mean has strides of 0.
             if layout is not None:
                 gradient = gradient.contiguous(memory_format=layout)
@@ -128,13 +149,16 @@ def _lean_passes(function: Any, spec: Any) -> tuple[Pass, Pass]:
                     gradient
                 )
             found.append(gradient)
+        return found
+
+    def run(compiled: Any, found: list[Any], gradients: Any, ctx: Any) -> Any:
         args = [*ctx.symints, *ctx.saved_tensors, *ctx._tensors_no_vc_check, *ctx.opaque_objects, *found]
         gradients.clear()
         ctx.maybe_clear_saved_tensors()
         # Dynamo is kept out of all that is below (`double_backward`), and nothing there reads context variables.
         return tuple(getattr(compiled, "_torchdynamo_orig_callable", compiled)(args))
 
-    return forward, backward
+    return LeanPasses(forward, backward, of_one)
 
 
 class _Tangent(NamedTuple):

@@ -87,25 +87,33 @@ def reach_of(backward: fx.GraphModule, saved: frozenset[str]) -> UndefinedGradie
 
     ``saved``: the `infinite_values` of its forward graph.
     """
-    found: dict[fx.Node, frozenset[int]] = {}
+    found = tangents_behind(backward.graph)
     infinite: set[fx.Node] = set()  # values of no tangent that may be infinite
-    tangents, risks = 0, set()
+    risks = set()
     for node in backward.graph.nodes:
-        if node.op == "placeholder" and str(node.target).startswith("tangents"):
-            found[node] = frozenset({tangents})
-            tangents += 1
-            continue
-        found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
         if not found[node] and (node.name in saved or _may_be_infinite(node, infinite)):
             infinite.add(node)
         if found[node] and _may_meet_infinity(node, found, infinite):
             risks.add(found[node])
     (results,) = backward.graph.find_nodes(op="output")[0].args
     return UndefinedGradients(
-        tangents,
+        sum(node.op == "placeholder" and bool(reach) for node, reach in found.items()),
         tuple(tuple(sorted(found[r])) if isinstance(r, fx.Node) else () for r in results),
         tuple(sorted(tuple(sorted(risk)) for risk in risks)),
     )
+
+
+def tangents_behind(backward: fx.Graph) -> dict[fx.Node, frozenset[int]]:
+    """The tangents, by number, that each value of a backward graph depends on."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    tangents = 0
+    for node in backward.nodes:
+        if node.op == "placeholder" and str(node.target).startswith("tangents"):
+            found[node] = frozenset({tangents})
+            tangents += 1
+        else:
+            found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
+    return found
 
 
 def _may_be_infinite(node: fx.Node, infinite: set[fx.Node]) -> bool:

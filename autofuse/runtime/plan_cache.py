@@ -97,7 +97,7 @@ class PlanCache:
     def to_bytes(self, plans: Mapping[str, Planned]) -> bytes:
         """Raises PicklingError where a graph holds tensors or modules, or runs on a GPU."""
         written = {}
-        for phase, planned in plans.items():
+        for name, planned in plans.items():
             program = planned.router.program
             if planned.router.on_gpu:
                 raise pickle.PicklingError("a graph of a GPU")
@@ -110,30 +110,30 @@ class PlanCache:
                 "constants": program.constants,
                 "native": program.native,
             }
-            written[phase] = _Written(
-                phase, planned.router.times, fields, planned.described, planned.refusals, planned.draws
+            written[name] = _Written(
+                planned.router.phase, planned.router.times, fields, planned.described, planned.refusals, planned.draws
             )
         buffer = io.BytesIO()
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(written)
         return buffer.getvalue()
 
     def from_bytes(self, data: bytes) -> Callable[[str], GraphRouter]:
-        """A routed call for each phase."""
+        """A routed call for each graph, by its name in ``plans``."""
         written: dict[str, _Written] = pickle.loads(data)
 
-        def route(phase: str) -> GraphRouter:
-            context, found = self._context, written[phase]
+        def route(name: str) -> GraphRouter:
+            context, found = self._context, written[name]
             program = link(**found.program)
             for device in dict.fromkeys(slot.device for slot in program.slots):
                 self._kernels.use_device(device)
             if found.draws:
                 self._draws().prepare_generator()
             context.refusals.extend(found.refusals)
-            router = GraphRouter(program, self._host, phase, perf_counter, self._make_timer, found.times)
+            router = GraphRouter(program, self._host, found.phase, perf_counter, self._make_timer, found.times)
             context.add_router(router)
             context.notes.add(router, found.described)
             FusionOptimizer.shared().count(found.described.fusion)
-            if phase == "backward":
+            if found.phase == "backward":
                 for slot in _halves(written.get("forward")):
                     assert slot.half is not None
                     slot.half.pair.is_ready = True

@@ -55,7 +55,11 @@ class Net(nn.Module):
         self.statistics = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x, mask=None):
-        return self.head(self.statistics(self.b(self.a(x, mask), mask)))
+        y = self.b(self.a(x, mask), mask)
+        if options.get("own_loss"):
+            result = self.head(y)
+            return result.square().mean(), result
+        return self.head(self.statistics(y))
 
 model = Net()
 if options.get("tied"):
@@ -69,9 +73,9 @@ for step in range(options.get("steps", 14)):
     exec(options.get("at", {}).get(str(step), ""))
     x = torch.randn(8 + step % options.get("shapes", 4), WIDTH)
     mask = torch.rand(x.shape[0], 1) if step in options.get("masked", ()) else None
-    result = model(x, mask)
+    loss, result = model(x, mask) if options.get("own_loss") else (None, model(x, mask))
     if result.requires_grad:
-        loss = result.square().mean()
+        loss = result.square().mean() if loss is None else loss
         optimizer.zero_grad()
         loss.backward()
         seen += [float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None]
@@ -351,6 +355,20 @@ def test_without_graphs_beside_it_a_trace_is_made_anew(warm, tmp_path):
             path.unlink()
     seen, traced, _ = scripts.run()
     assert traced >= 1 and seen == first
+
+
+def test_a_backward_graph_of_the_loss_alone_is_kept_too(scripts):
+    """Zeros for what the loss does not use would be made by `filled`."""
+    without = "if 'autofuse' in sys.modules: sys.modules['autofuse.capture.double_backward'].filled = None"
+    options = {"own_loss": True, "at": {"5": without}}
+    plain, _, _ = scripts.run(plain=True, **options)
+    first, traced, _ = scripts.run(**options)
+    assert traced >= 1 and scripts.traces()
+    scripts.is_forked = True
+    seen, traced, stderr = scripts.run(**options)
+    assert traced == 0 and "anew" not in stderr
+    assert seen == first
+    agree(seen, plain)
 
 
 def test_nothing_is_kept_where_that_is_switched_off(scripts):
