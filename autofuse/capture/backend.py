@@ -39,6 +39,7 @@ from autofuse.capture.recompute import partition
 from autofuse.capture.repeated_blocks import take_apart
 from autofuse.capture.shared_elements import writes_shared_elements
 from autofuse.capture.simplify import simplify
+from autofuse.capture.statistics_dtypes import correct_statistics
 from autofuse.capture.traced import OF_THE_LOSS, Keeper, being_traced
 from autofuse.debug import Level, tell
 from autofuse.preserve_rng import untouched
@@ -138,6 +139,7 @@ class _Phases:
         if phase == "forward":
             refuse_views_given_out(graph)
         if phase == "inference":  # the other two were simplified as one
+            correct_statistics(graph.graph)
             simplify(graph.graph, self.is_strict)
             graph.recompile()
         if is_plain is not None:

@@ -23,6 +23,7 @@ from torch._functorch.partitioners import default_partition
 from autofuse.capture.joint_graph import note_backward, refuse_overlapping_gradients
 from autofuse.capture.shared_elements import traced_number
 from autofuse.capture.simplify import is_view, simplify
+from autofuse.capture.statistics_dtypes import correct_statistics
 from autofuse.ir.optable import OpKind, info
 
 MOST_OPERATIONS = 6  # that backward runs for one value which is not saved, if nothing is fused
@@ -40,6 +41,7 @@ def partition(
     ``is_strict``: as for `simplify`. Raises OverlappingGradients.
     """
     refuse_overlapping_gradients(joint)
+    correct_statistics(joint.graph)
     if not _is_checkpointed(joint.graph):
         simplify(joint.graph, is_strict)
         recompute(joint.graph)

@@ -100,6 +100,7 @@ def sum_graphs(lines: Sequence[GraphLine]) -> GraphSum | None:
     """The sum of all graphs, None without any. Its steps are those of the most frequent graph that is not backward."""
     if not lines:
         return None
+    lines = _that_ran(lines)
     steps = max((line.calls // line.times for line in lines if line.phase != "backward"), default=0)
     weights = [line.calls / steps if steps else float(line.times) for line in lines]
     times = [float(line.times) for line in lines]
@@ -109,7 +110,12 @@ def sum_graphs(lines: Sequence[GraphLine]) -> GraphSum | None:
 
 def sum_fusion(lines: Sequence[GraphLine]) -> FusionStats:
     """The sum of the planner's counts, with each graph once."""
-    return sum((line.fusion for line in lines), FusionStats())
+    return sum((line.fusion for line in _that_ran(lines)), FusionStats())
+
+
+def _that_ran(lines: Sequence[GraphLine]) -> Sequence[GraphLine]:
+    """All graphs where none has run. A backward graph may be there for the loss alone and for all outputs."""
+    return [line for line in lines if line.calls] or lines
 
 
 def _add(sizes: Sequence[Size], weights: Sequence[float], times: Sequence[float]) -> Size:

@@ -262,6 +262,7 @@ def test_a_block_counts_as_often_as_a_step_calls_it() -> None:
     total = sum_graphs(lines)
     assert total is not None and total.steps == 20
     assert total.before == Size(130, 156, 52, 78, 1300.0, 13000.0)
+    assert sum_graphs([*lines, GraphLine("backward", "a.py:1", 1, 0, size, size)]) == total, "it has not run"
 
 
 def test_blocks_are_captured_one_by_one_where_a_piece_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,8 +144,8 @@ def test_an_infinite_weight(is_last: bool, weight: float, generator: FusionKerne
         assert found.isnan().any() and (weight != weight or found.isinf().any())
 
 
-def test_statistics_of_16_bit_tensors_stay_eager_s() -> None:
-    """torch traces them with another dtype than its CPU kernel gives them."""
+def test_statistics_whose_traced_dtype_was_not_corrected_are_refused() -> None:
+    """Of 16-bit tensors torch traces them with another dtype than its CPU kernel gives them."""
     x, parameters = torch.randn(3, CHANNELS, 5, 7).bfloat16(), _parameters(torch.float32)
     with pytest.raises(LoweringError, match="expected statistics of float32, found them traced as bfloat16"):
         lower(trace(_train, (x, *parameters), static=(CHANNELS,)))
@@ -364,6 +364,36 @@ def test_a_residual_network_over_spatial_sizes(is_training: bool, catalogue: All
             gradient: 2, f"add + {gradient}": 1, f"div + {gradient} + native_batch_norm_backward": 1,
             f"add + max_pool2d_with_indices_backward + {gradient}": 1, "native_batch_norm_backward": 1,
         }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_mixed", [True, False], ids=["autocast", "all of 16 bits"])
+def test_a_residual_network_of_16_bits(is_mixed: bool, catalogue: AllInC) -> None:
+    """Each norm is in a kernel, forward and backward; the kernels get what their specs say (`catalogue`)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = Network()
+    exact, fast = copy.deepcopy(eager).double(), copy.deepcopy(eager)
+    if not is_mixed:
+        eager, fast = eager.bfloat16(), fast.bfloat16()
+        exact = copy.deepcopy(eager).double()
+    compiled, errors = routed(fast, catalogue, lowerable=_lowerable), torch.zeros(2, dtype=torch.float64)
+    for size in ((24, 3, 16, 16), (23, 3, 10, 22), (25, 3, 14, 6), (26, 3, 8, 8)):
+        x = torch.randn(size).bfloat16()
+        torch._dynamo.maybe_mark_dynamic(x, [0, 2, 3])
+        outputs = []
+        for module, owner in ((compiled, fast), (eager, eager), (exact, exact)):
+            owner.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed and owner is not exact):
+                outputs.append(module(x.double() if owner is exact else x))
+            outputs[-1].float().square().mean().backward()
+        errors += torch.stack([(found.double() - outputs[2]).square().sum().detach() for found in outputs[:2]])
+        for ours, theirs, reference in zip(fast.buffers(), eager.buffers(), exact.buffers(), strict=True):
+            own = (theirs.double() - reference).abs().max()
+            assert (ours.double() - reference).abs().max() <= 1.5 * own + 0.004 * reference.abs().max()
+    assert errors[0] <= 2.0 * errors[1]
+    assert catalogue.failed == []
+    for router, norm in zip(catalogue.routers[:2], ("batch_norm_legit_functional", "batch_norm_backward"), strict=True):
+        assert sum(slot.node.operation_names.count(norm) for slot in router.program.slots) == 7
 
 
 def _nodes(model: nn.Module, x: torch.Tensor) -> tuple[list[str], list[str]]:
