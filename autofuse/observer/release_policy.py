@@ -20,7 +20,9 @@ _KEPT = 64  # the last pairs of a magnitude
 # more than 10 % to the same side. Half as many where an earlier run has measured such a gain.
 CLEAR_PAIRS = 6
 CLEAR_GAIN = 1.1
+CLEAR_SHORT_GAIN = 1.25  # of calls that scatter by what the caches hold
 # So many pairs leave no doubt of a gain: four standard deviations more than half of them won, and most of the last.
+# Half as many do where each of them gained as much as is clear of any call.
 SURE_PAIRS, SURE_DEVIATIONS = 24, 4.0
 LAST_PAIRS = 6
 
@@ -130,20 +132,21 @@ class ReleasePolicy:
         for found in magnitudes:
             self._ratios.pop(found, None)
 
-    def is_clear(self, elements: int, known_gain: float) -> bool:
+    def is_clear(self, elements: int, known_gain: float, is_short: bool = False) -> bool:
         """Whether calls of this magnitude need not be held out more often for now: they gain.
 
         ``known_gain``: of the root in an earlier run, 0 if none.
         """
         enough = CLEAR_PAIRS // 2 if known_gain >= CLEAR_GAIN else CLEAR_PAIRS
         own = tuple(self._ratios.get(magnitude(elements), ()))
-        return len(own) >= enough and min(own) >= CLEAR_GAIN
+        return len(own) >= enough and min(own) >= (CLEAR_SHORT_GAIN if is_short else CLEAR_GAIN)
 
     def is_sure(self, elements: int) -> bool:
         """Whether calls of this magnitude gain beyond doubt. No more than two of the last six may tell otherwise."""
         own = tuple(self._ratios.get(magnitude(elements), ()))
         last = own[-LAST_PAIRS:]
         is_gain = len(own) >= SURE_PAIRS and _lost(own) <= -SURE_DEVIATIONS
+        is_gain = is_gain or (len(own) >= SURE_PAIRS // 2 and min(own) >= CLEAR_SHORT_GAIN)
         return is_gain and 3 * sum(ratio < 1.0 for ratio in last) <= len(last)
 
     @property

@@ -276,7 +276,7 @@ class GraphTrial:
             self._held_out.note_sure(magnitude(shape.elements), is_sure)
         self.gain = self.verdicts.gain or self.gain
         is_short = us < SHORT_CALL_US
-        if not is_short and self.verdicts.is_clear(shape.elements, self._known_gain):
+        if self.verdicts.is_clear(shape.elements, self._known_gain, is_short):
             self._held_out.end(magnitude(shape.elements))
         ratios = self.verdicts.ratios(shape.elements)
         if len(ratios) < PAIRS_BEFORE_RELEASE:

@@ -20,6 +20,7 @@ from autofuse.ir.records import RootRecord, StepSample
 from autofuse.ir.steps import MAX_SIZE_RATIO, PAIR_STEPS, PAIR_WINDOW, at_size, is_close
 from autofuse.observer import observer as observer_module
 from autofuse.observer.capture_policy import CaptureAdvice
+from autofuse.observer.release_policy import CLEAR_PAIRS
 from autofuse.observer.signatures import call_signature, count_elements, training_signature, without_sizes
 from autofuse.report import wording
 from autofuse.report.statistics import measure_gain
@@ -345,7 +346,9 @@ def test_short_calls_of_many_sizes_are_timed_before_a_held_out_one_alone(make: C
     bench.version = 1
     bench.roots.context.disturb()
     bench.call(sizes * (400 // of))
-    assert len(bench.eager_calls) >= 20, "new kernels are noticed, and confirmed"
+    assert len(bench.eager_calls) >= 2 * CLEAR_PAIRS, (
+        "new kernels are noticed, and confirmed: in twos, for they are short"
+    )
 
 
 def test_calls_that_gain_beyond_doubt_are_held_out_less_until_they_lose(make: Callable[..., Bench]) -> None:
