@@ -133,20 +133,21 @@ class ReleasePolicy:
             self._ratios.pop(found, None)
 
     def is_clear(self, elements: int, known_gain: float, is_short: bool = False) -> bool:
-        """Whether calls of this magnitude need not be held out more often for now: they gain.
+        """Whether calls of this magnitude need not be held out more often for now: by the last pairs they gain.
 
+        The first calls of a graph are slower than those to come, so the first pairs say little.
         ``known_gain``: of the root in an earlier run, 0 if none.
         """
         enough = CLEAR_PAIRS // 2 if known_gain >= CLEAR_GAIN else CLEAR_PAIRS
-        own = tuple(self._ratios.get(magnitude(elements), ()))
-        return len(own) >= enough and min(own) >= (CLEAR_SHORT_GAIN if is_short else CLEAR_GAIN)
+        last = tuple(self._ratios.get(magnitude(elements), ()))[-enough:]
+        return len(last) == enough and min(last) >= (CLEAR_SHORT_GAIN if is_short else CLEAR_GAIN)
 
     def is_sure(self, elements: int) -> bool:
         """Whether calls of this magnitude gain beyond doubt. No more than two of the last six may tell otherwise."""
         own = tuple(self._ratios.get(magnitude(elements), ()))
         last = own[-LAST_PAIRS:]
         is_gain = len(own) >= SURE_PAIRS and _lost(own) <= -SURE_DEVIATIONS
-        is_gain = is_gain or (len(own) >= SURE_PAIRS // 2 and min(own) >= CLEAR_SHORT_GAIN)
+        is_gain = is_gain or (len(own) >= SURE_PAIRS // 2 and min(own[-SURE_PAIRS // 2 :]) >= CLEAR_SHORT_GAIN)
         return is_gain and 3 * sum(ratio < 1.0 for ratio in last) <= len(last)
 
     @property

@@ -129,7 +129,11 @@ def test_a_large_gain_is_clear_after_few_pairs_and_sooner_where_it_is_known() ->
 def test_short_calls_are_clear_where_they_gain_a_quarter() -> None:
     assert not verdicts(one=(64, 1.2, CLEAR_PAIRS)).is_clear(64, 0.0, is_short=True)
     assert verdicts(one=(64, 1.3, CLEAR_PAIRS)).is_clear(64, 0.0, is_short=True)
-    assert verdicts(one=(64, 1.3, 3)).is_clear(64, 1.4, is_short=True)
+    found = verdicts(one=(64, 0.7, 2))
+    for _ in range(3):
+        assert not found.is_clear(64, 1.4, is_short=True)
+        found.add(64, 1.3)
+    assert found.is_clear(64, 1.4, is_short=True), "the first calls of a graph were slow"
 
 
 def test_twelve_pairs_of_a_large_gain_leave_no_doubt() -> None:
