@@ -20,7 +20,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 
 from autofuse.dynamo_skip import mark_all_below
 
-Note = Callable[[Any, Any], None]
+Note = Callable[[Any, Any], Any]  # gives what is to be called in place of the function, None for no change
 
 _building = threading.local()  # .spec: of the function that AOTAutograd is building in this thread
 # Names of the specification that are others in the arguments of torch 2.11.
@@ -76,7 +76,7 @@ def _noting_function(wrap: Callable[..., Any], note: Note) -> Callable[..., Any]
         spec, _building.spec = getattr(_building, "spec", None), None
         function = getattr(compiled, "__self__", None)
         if spec is not None and isinstance(function, type) and issubclass(function, torch.autograd.Function):
-            note(function, spec)
+            compiled = note(function, spec) or compiled
         return wrap(self, compiled, *args, **kwargs)
 
     return note_and_wrap

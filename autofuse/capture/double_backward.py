@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autofuse.capture import anomaly, user_functions
 from autofuse.capture.autograd_function import passes_of, watch
+from autofuse.capture.tied_outputs import Cut, Tied, Ties, cut, cut_for, ties_of
 from autofuse.capture.training_call import lean_passes, plain_apply
 from autofuse.capture.undefined_gradients import (
     UndefinedGradients,
@@ -64,6 +65,7 @@ class CachedReplay(NamedTuple):
     reads: list[tuple[bool, bool]]
     reach: UndefinedGradients
     alone: int | None  # the tangent of a loss that has a backward graph of its own
+    ties: Ties
 
 
 class Alone(NamedTuple):
@@ -90,8 +92,9 @@ class Replay:
         self.has_subclasses = False  # which AOTAutograd takes apart
         self.is_cached = isinstance(module, CachedReplay)  # of a trace of an earlier run, and complete
         if isinstance(module, CachedReplay):
-            _, self.is_random, self._can_run_again, self._has_functions, self._reads, self.reach, _ = module
+            _, self.is_random, self._can_run_again, self._has_functions, self._reads, self.reach, _, self.ties = module
             return
+        self.ties = ties_of(module)
         self._can_run_again = user_functions.can_run_again(module)
         self._has_functions = user_functions.has_functions(module)
 
@@ -115,7 +118,7 @@ class Replay:
             graph.meta = meta
         alone = None if self.alone is None else self.alone.tangent
         return CachedReplay(
-            data, self.is_random, self._can_run_again, self._has_functions, self._reads, self.reach, alone
+            data, self.is_random, self._can_run_again, self._has_functions, self._reads, self.reach, alone, self.ties
         )
 
     def note_graph(self, graph: fx.GraphModule) -> None:
@@ -201,6 +204,17 @@ class Replay:
                 result[i] = grad
         return tuple(result)
 
+    def cut(self, ctx: Any) -> Cut | None:
+        """The graph of one call run again, its outputs cut off from each other; None where it cannot be."""
+        inputs: tuple[Any, ...] | None = ctx.autofuse_inputs
+        if inputs is None or self._has_functions or self.runs_once(inputs, self.metadata):
+            return None
+        _ = ctx.saved_tensors  # raises as eager does where one has been written to or freed
+        written = set(written_by(self.metadata))
+        fresh = [value.clone() if i in written else value for i, value in enumerate(inputs)]
+        with torch.enable_grad(), self._state_of_forward(ctx), anomaly.is_off():
+            return cut(self.module, fresh, self.ties)
+
     def _run(self, inputs: Sequence[Any]) -> Any:
         """The results of Dynamo's graph in eager."""
         return user_functions.run(self.module, *inputs) if self._has_functions else self.module.forward(*inputs)
@@ -269,11 +283,14 @@ def replayed(module: fx.GraphModule | CachedReplay) -> Iterator[Replay | None]:
         _compiling.replay = before
 
 
-def _note_function(function: Any, spec: Any) -> None:
-    """AOTAutograd has built an autograd function, for a capture or for a compilation of the user's own."""
+def _note_function(function: Any, spec: Any) -> Callable[..., Any] | None:
+    """AOTAutograd has built an autograd function, for a capture or for a compilation of the user's own.
+
+    Returns what is to be called in its place, None for no change.
+    """
     replay = getattr(_compiling, "replay", None)
     if replay is None:
-        return
+        return None
     later = getattr(spec.lazy_backward_info, "bw_module", None)  # compiled for the first backward pass
     if later is not None and not replay.is_cached:
         replay.note_backward(later)
@@ -282,6 +299,12 @@ def _note_function(function: Any, spec: Any) -> None:
     replay.metadata = spec.fw_metadata
     replay.has_subclasses = spec.maybe_subclass_meta is not None
     _teach(function, replay, spec)
+    if not replay.ties or replay.has_subclasses:
+        return None
+    tied = Tied(replay.ties, replay.cut, spec.fw_metadata)
+    if replay.apply is not None:
+        replay.apply = tied.around(replay.apply)
+    return tied.around(function.apply)
 
 
 def _are_batched(grads: Sequence[torch.Tensor | None]) -> bool:
@@ -325,6 +348,11 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
             or (not spec.disable_amp and torch._C._is_any_autocast_enabled())  # likewise: eager's matmuls are cast
         ):
             return replay.gradients(ctx, grads[0], metadata)
+        found = cut_for(ctx)
+        if found is not None:
+            forgotten = ctx.autofuse_inputs
+            forget_inputs(ctx)
+            return found.behind(forgotten, grads[0][len(metadata.mutated_inp_runtime_indices) :])
         present = {i for i, place in enumerate(tangents) if grads[0][place] is not None}
         if len(present) == len(tangents):
             forget_inputs(ctx)
@@ -336,9 +364,9 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
         forget_inputs(ctx)
         alone = replay.alone
         if lean is not None and alone is not None and present == {alone.tangent}:
-            found = lean.of_one(grads, ctx, alone.tangent, alone.compiled)
-            if found is not None:
-                return found
+            results = lean.of_one(grads, ctx, alone.tangent, alone.compiled)
+            if results is not None:
+                return results
         grads[0][:] = filled(grads[0], tangents, ctx)
         return replay.reach.only_reached(backward(grads, ctx, *rest), present)
 
