@@ -126,30 +126,12 @@ def _lean_passes(function: Any, spec: Any) -> LeanPasses:
 
     def backward(flat: Any, ctx: Any, *rest: Any) -> Any:
         compiled = function.compiled_bw
-        found = taken(flat[0], tangents) if getattr(compiled, "_boxed_call", False) else None
+        found = _taken(flat[0], tangents) if getattr(compiled, "_boxed_call", False) else None
         return whole_backward(flat, ctx, *rest) if found is None else run(compiled, found, flat[0], ctx)
 
     def of_one(flat: Any, ctx: Any, number: int, compiled: Any) -> Any:
-        found = taken(flat[0], tangents[number : number + 1])
+        found = _taken(flat[0], tangents[number : number + 1])
         return None if found is None else run(compiled, found, flat[0], ctx)
-
-    def taken(gradients: Any, wanted: Sequence[_Tangent]) -> list[Any] | None:
-        found = []
-        for place, layout, size, stride in wanted:
-            gradient = gradients[place]
-            if type(gradient) is _Parameter:  # which AOTAutograd takes for a subclass, and raises
-                gradient = gradients[place] = gradient.detach()
-            if type(gradient) is not _Tensor or not (size is None or gradient.shape == size):
-                return None
-            # The gradient of a sum or a mean has strides of 0.
-            if layout is not None:
-                gradient = gradient.contiguous(memory_format=layout)
-            elif gradient.stride() != stride:
-                gradient = torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(
-                    gradient
-                )
-            found.append(gradient)
-        return found
 
     def run(compiled: Any, found: list[Any], gradients: Any, ctx: Any) -> Any:
         args = [*ctx.symints, *ctx.saved_tensors, *ctx._tensors_no_vc_check, *ctx.opaque_objects, *found]
@@ -185,6 +167,24 @@ def _tangents(meta: Any) -> list[_Tangent]:
         _Tangent(place, layout.memory_format, _known(layout.size), _known(layout.stride))
         for place, layout in zip(places, layouts, strict=True)
     ]
+
+
+def _taken(gradients: list[Any], wanted: Sequence[_Tangent]) -> list[Any] | None:
+    """The gradients as the backward graph wants them; None where AOTAutograd has more to do with them."""
+    found = []
+    for place, layout, size, stride in wanted:
+        gradient = gradients[place]
+        if type(gradient) is _Parameter:  # which AOTAutograd takes for a subclass, and raises
+            gradient = gradients[place] = gradient.detach()
+        if type(gradient) is not _Tensor or not (size is None or gradient.shape == size):
+            return None
+        # The gradient of a sum or a mean has strides of 0.
+        if layout is not None:
+            gradient = gradient.contiguous(memory_format=layout)
+        elif gradient.stride() != stride:
+            gradient = torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+        found.append(gradient)
+    return found
 
 
 def _known(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
