@@ -39,6 +39,7 @@ from autofuse.capture.recompute import partition
 from autofuse.capture.repeated_blocks import take_apart
 from autofuse.capture.shared_elements import writes_shared_elements
 from autofuse.capture.simplify import simplify
+from autofuse.capture.sparse_gradients import has_sparse_gradients
 from autofuse.capture.statistics_dtypes import correct_statistics
 from autofuse.capture.traced import OF_THE_LOSS, Keeper, being_traced
 from autofuse.debug import Level, tell
@@ -70,10 +71,11 @@ def compile_with(
     ``is_strict``: nothing is simplified that changes the sign of a zero.
     """
     tell(Level.GRAPHS, lambda: f"Dynamo's graph:\n{readable(module)}")
-    if writes_shared_elements(module):
+    problem = _why_eager(module)
+    if problem:
         if (traced := being_traced()) is not None:
-            traced.spoil("a write to elements that share memory")
-        log.info("a graph stays in eager: it writes to elements that share memory")
+            traced.spoil(problem)
+        log.info("a graph stays in eager: %s", problem)
         return as_it_is(module)
     pass_idle_dropout(module)
     if min_blocks and not has_subclasses(module, example_inputs):
@@ -93,6 +95,13 @@ def compile_with(
             log.debug("equal blocks are captured one by one: %s", error)
     phases = _Phases(module, example_inputs, compile_graph, 1, is_strict)
     return _compile_whole(module, example_inputs, phases, keeper)
+
+
+def _why_eager(module: fx.GraphModule) -> str:
+    """What AOTAutograd would get wrong in a graph of Dynamo's, in words; "" for nothing."""
+    if writes_shared_elements(module):
+        return "a write to elements that share memory"
+    return "a sparse gradient" if torch.is_grad_enabled() and has_sparse_gradients(module) else ""
 
 
 class _Phases:

@@ -247,7 +247,7 @@ class Observer:
         seen, _ = zip(*self.shapes(root), strict=True) if self.calls(root) else ((), ())
         shapes = [dict(shape) for shape in seen]
         dims = {
-            tuple(shape[path][dim] if path in shape else -1 for shape in shapes)
+            tuple(sizes[dim] if dim < len(sizes) else -1 for sizes in (shape.get(path, ()) for shape in shapes))
             for path, dim in self.dynamic_dims(root)
         }
         return len(dims)

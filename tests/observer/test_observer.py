@@ -192,6 +192,16 @@ def test_scripts_are_bit_identical(script: Script) -> None:
     assert watch.observer.profiles()
 
 
+def test_inputs_of_different_ranks_vary() -> None:
+    """As a loss has them, of sequences and of single labels."""
+    loss = nn.CrossEntropyLoss()
+    with watching() as watch:
+        for rows in (3, 4, 5):
+            loss(torch.randn(rows, 6, 7, requires_grad=True), torch.zeros(rows, 7, dtype=torch.long)).backward()
+            loss(torch.randn(rows, 2, requires_grad=True), torch.zeros(rows, dtype=torch.long)).backward()
+    assert watch.observer.varying_sizes(root_key(loss)) >= 1
+
+
 def test_what_is_learnt_of_a_plain_loop() -> None:
     with watching() as watch:
         plain_loop()
