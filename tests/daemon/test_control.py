@@ -126,7 +126,7 @@ def test_many_starters_start_one_that_works_and_ends_when_idle(settings: Setting
         measured = {row.measurement.status for row in store.results.measurements(decision.key.fusion_id)}
         assert "ok" in measured and measured <= {"ok", "pruned"}
         # A real race: beside whatever else runs here, eager may win it.
-        assert decision.reason in ("won", "below_margin", "no_gain")
+        assert decision.reason in ("won", "undecided", "below_margin", "no_gain")
         assert (decision.compile_key is not None) == (decision.reason == "won")
         if decision.compile_key is not None:
             kernel = store.kernels.get(decision.compile_key)

@@ -168,7 +168,7 @@ def test_a_generated_tile_is_a_way_where_triton_prints(
         (decision,) = [
             d for _, d in store.results.decisions("interpreter:test") if d.key.fusion_id == asked.key.fusion_id
         ]
-        assert decision.reason in ("no_gain", "below_margin", "won"), decision
+        assert decision.reason in ("no_gain", "below_margin", "undecided", "won"), decision
         tiled = kernel_id(form, printer)
         rows = [row.measurement for row in store.results.measurements(tiled)]
         assert rows and all(row.status in ("ok", "pruned") for row in rows), rows

@@ -165,7 +165,7 @@ def test_what_bad_kernels_do_is_recorded_and_eager_stays(
         assert provider.worker.generation == generation
     monkeypatch.undo()
     # A good one is none the worse for it; whether it wins depends on what else the machine does.
-    assert only(tune(provider, SMALL)).reason in ("won", "below_margin", "no_gain")
+    assert only(tune(provider, SMALL)).reason in ("won", "undecided", "below_margin", "no_gain")
 
 
 def test_equal_binaries_are_raced_once() -> None:
