@@ -134,6 +134,7 @@ def test_an_interrupt_in_our_code_shows_the_scripts_frames_only(tmp_path: Path) 
             made["call"]()
 
         made = {"signal": __import__("signal")}
+        made["signal"].signal(2, made["signal"].default_int_handler)  # a job in the background inherits none
         define("def call():\\n    signal.raise_signal(signal.SIGINT)", "fused node", made)
         step()
     """
