@@ -204,7 +204,7 @@ class Replay:
                 result[i] = grad
         return tuple(result)
 
-    def cut(self, ctx: Any) -> Cut | None:
+    def cut(self, ctx: Any, ties: Ties) -> Cut | None:
         """The graph of one call run again, its outputs cut off from each other; None where it cannot be."""
         inputs: tuple[Any, ...] | None = ctx.autofuse_inputs
         if inputs is None or self._has_functions or self.runs_once(inputs, self.metadata):
@@ -213,7 +213,7 @@ class Replay:
         written = set(written_by(self.metadata))
         fresh = [value.clone() if i in written else value for i, value in enumerate(inputs)]
         with torch.enable_grad(), self._state_of_forward(ctx), anomaly.is_off():
-            return cut(self.module, fresh, self.ties)
+            return cut(self.module, fresh, ties)
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         """The results of Dynamo's graph in eager."""

@@ -94,14 +94,14 @@ def cut(module: fx.GraphModule, inputs: Sequence[Any], ties: Ties) -> Cut:
 
     found = Cutting(module).run(*inputs)
     flat = list(found) if isinstance(found, tuple | list) else [found]
-    return Cut([whole.get(place, value) for place, value in enumerate(flat)], leaves)
+    return Cut([whole[places[n]] if n in places else value for n, value in zip(outputs, flat, strict=True)], leaves)
 
 
 class Tied:
     """Ties the outputs of each call of one compiled graph."""
 
-    def __init__(self, ties: Ties, run: Callable[[Any], Cut | None], metadata: Any) -> None:
-        """``run(node)``: a `Cut` of the call that made this node of autograd's graph; None where there can be none.
+    def __init__(self, ties: Ties, run: Callable[[Any, Ties], Cut | None], metadata: Any) -> None:
+        """``run(node, ties)``: a `Cut` of the call that made this node of autograd's graph; None where there is none.
 
         ``metadata``: AOTAutograd's, of whose function the results are inputs that were written to, then the outputs.
         """
@@ -137,7 +137,7 @@ class Tied:
         known = getattr(node, "autofuse_cut", None)
         if known is None or known[0] != task:
             is_asked = not torch.is_grad_enabled() and _is_asked([output() for output in between])
-            known = node.autofuse_cut = (task, self._run(node) if is_asked else None)
+            known = node.autofuse_cut = (task, self._run(node, self._ties) if is_asked else None)
         found: Cut | None = known[1]
         return found
 

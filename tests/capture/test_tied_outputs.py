@@ -101,6 +101,33 @@ def parameters_alone(model: nn.Module, outputs: tuple[T, ...]) -> list[Any]:
 USES = [kept, hooked, changed, asked, only_these, twice, with_another, parameters_alone]
 
 
+class Viewed(Language):
+    """A view of an output is given out too, and the loss is computed from both; an output twice."""
+
+    def forward(self, x: T, y: T) -> tuple[T, ...]:
+        first = self.norm(self.words(x))
+        view = first.transpose(0, 1)
+        second = first.tanh()
+        loss = self.head(view).square().mean() + second.mean() + first.square().mean()
+        return loss, first, second, self.other(second), second, view
+
+
+VIEWED = [kept, hooked, changed, twice, with_another, parameters_alone]
+
+
+@pytest.mark.parametrize("use", VIEWED, ids=lambda use: use.__name__)
+def test_an_output_that_is_a_view_is_not_cut_off(use: Callable[..., list[Any]]) -> None:
+    """It is not tied, so that the gradient through it is not one of a tie."""
+    torch.manual_seed(0)
+    model = Viewed()
+    call, _ = compiled(model)
+
+    def used(model: nn.Module, outputs: tuple[T, ...]) -> list[Any]:
+        return use(model, outputs[:4])
+
+    agree(results(model, call, used), results(model, model, used))
+
+
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("kind", [Language, Chain])
 def test_what_is_asked_of_outputs_is_as_in_eager(kind: type[Language], use: Callable[..., list[Any]]) -> None:
