@@ -12,6 +12,7 @@ of the user's own, nor for any other backward pass.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from autofuse.capture.undefined_gradients import (
     tangent_places,
 )
 from autofuse.dynamo_skip import mark_all_below
+
+log = logging.getLogger(__name__)
 
 _DEVICES = ("cpu", "cuda")
 _aten = torch.ops.aten
@@ -213,7 +216,11 @@ class Replay:
         written = set(written_by(self.metadata))
         fresh = [value.clone() if i in written else value for i, value in enumerate(inputs)]
         with torch.enable_grad(), self._state_of_forward(ctx), anomaly.is_off():
-            return cut(self.module, fresh, ties)
+            try:
+                return cut(self.module, fresh, ties)
+            except RuntimeError as error:  # an output is written to behind the place where it would be cut off
+                log.info("gradients of outputs are not told apart: %s", error)
+                return None
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         """The results of Dynamo's graph in eager."""

@@ -138,6 +138,29 @@ def test_what_is_asked_of_outputs_is_as_in_eager(kind: type[Language], use: Call
     agree(results(model, call, lambda m, o: [o[0].backward()]), results(model, model, lambda m, o: [o[0].backward()]))
 
 
+class Written(Language):
+    """An output that is written to after another one was computed from it."""
+
+    def forward(self, x: T, y: T) -> tuple[T, ...]:
+        first = self.norm(self.words(x))
+        total = first.sum(-1)
+        second = first.add_(1.0)
+        return total.square().mean() + second.square().mean(), total, first
+
+
+def test_a_run_that_cannot_be_cut_leaves_the_parameters_gradients_right() -> None:
+    torch.manual_seed(0)
+    model = Written()
+    call, _ = compiled(model)
+
+    def used(model: nn.Module, outputs: tuple[T, ...]) -> list[Any]:
+        outputs[1].register_hook(lambda gradient: None)
+        outputs[0].backward()
+        return []
+
+    agree(results(model, call, used), results(model, model, used))
+
+
 def test_where_nobody_asks_the_compiled_graphs_run() -> None:
     torch.manual_seed(0)
     model = Chain()
