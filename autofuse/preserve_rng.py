@@ -56,11 +56,11 @@ def untouched() -> Iterator[None]:
         with held_back(), unchanged():
             yield
     finally:
-        if _is_only_thread():
+        if is_only_thread():
             restore()
 
 
-def _is_only_thread() -> bool:
+def is_only_thread() -> bool:
     """Whether no other thread of the script could have drawn meanwhile."""
     me = threading.get_ident()  # current_thread() would list one that is not
     others = (thread for thread in threading.enumerate() if thread.ident != me and not hides(thread.ident))

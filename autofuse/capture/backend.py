@@ -24,7 +24,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from autofuse.capture.aliased_inputs import Writes, refuse_checkpointed_writes, unseen, written_statistics
 from autofuse.capture.double_backward import Alone, replayed
-from autofuse.capture.dynamo import not_of_our_traces, note_read
+from autofuse.capture.dynamo import note_read
+from autofuse.capture.dynamo_patches import not_of_our_traces
 from autofuse.capture.guarded_call import (
     has_subclasses,
     is_plain_graph,

@@ -13,7 +13,6 @@ import gc
 import linecache
 import logging
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +24,15 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import _symbolic_trace
 
 from autofuse.capture.class_guards import guard_classes
 from autofuse.capture.conv_guards import without_batch_guards
 from autofuse.capture.cuda_guard import keep_cuda_guard
+from autofuse.capture.dynamo_patches import not_of_our_traces
 from autofuse.capture.graph_break_call import find_parted
 from autofuse.capture.guarded_call import DirectCalls
+from autofuse.capture.suppressed_errors import suppressed_behind_breaks as suppressed_behind_breaks
+from autofuse.capture.suppressed_errors import suppressed_errors as suppressed_errors
 from autofuse.capture.traced import ROOT_FILE, Keeper, TracedElsewhere
 from autofuse.preserve_rng import untouched
 from autofuse.script_signals import held_back
@@ -256,114 +257,6 @@ def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceCache
     return TraceCache(key, function, keeper.folder, keeper.report, plans) if IS_SUPPORTED else None
 
 
-class _NotOfOurTraces(logging.Filter):
-    """Filters torch's log lines about traces that the user never requested, unless torch's logs are turned on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._tracing = threading.local()
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a root of ours is traced on this thread."""
-        return getattr(self._tracing, "ours", False)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        ours = self.is_active and record.levelno >= logging.WARNING
-        return not ours or logging.getLogger(record.name).isEnabledFor(logging.INFO)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Marks this thread as one that traces a root of ours."""
-        for name, logger in list(logging.root.manager.loggerDict.items()):
-            if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
-                for handler in logger.handlers:
-                    handler.addFilter(self)  # which adds it once
-        before = self.is_active
-        self._tracing.ours = True
-        try:
-            yield
-        finally:
-            self._tracing.ours = before
-
-
-not_of_our_traces = _NotOfOurTraces()
-
-
-def _warn_those_who_trace(warn_once: Callable[..., None]) -> None:
-    """Drop Dynamo's warnings about graph breaks: they are meant for users who requested the trace."""
-
-    def warn(message: str, stacklevel: int = 1) -> None:
-        if not not_of_our_traces.is_active:
-            warn_once(message, stacklevel + 1)
-
-    torch._dynamo.utils.warn_once = warn
-
-
-def _time_guards_of_others(time_guards: Callable[..., float]) -> None:
-    """Spare our traces Dynamo's measurement of new guards: it empties the caches first, 27 ms for a line in a log."""
-
-    def latency(*args: Any) -> float:
-        return 0.0 if not_of_our_traces.is_active else time_guards(*args)
-
-    torch._dynamo.guards.profile_guard_manager = latency
-
-
-_IS_SYMBOLIC_TRACING = getattr(_symbolic_trace.is_fx_symbolic_tracing, "__code__", None)
-
-
-class _OnThisThread:
-    """True on the thread that has made it, for code that asks in its own way whether it is being traced."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-
-    def __bool__(self) -> bool:
-        if threading.get_ident() == self._thread:
-            return True
-        # "Whether torch.fx traces, and not to compile": its mark is the whole process's. Another thread that heard yes
-        # could not call what the script has compiled by itself.
-        return sys._getframe(1).f_code is _IS_SYMBOLIC_TRACING
-
-    def __repr__(self) -> str:
-        return repr(bool(self))
-
-
-def _trace_on_one_thread(trace_session: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """While a root is traced, ``torch.compiler.is_compiling()`` holds on the thread that traces, not on all.
-
-    Optimizers that are told so take their steps in tensors, which round in another way than Python's numbers.
-    """
-
-    @contextlib.contextmanager
-    def session() -> Iterator[None]:
-        with trace_session():
-            if not_of_our_traces.is_active:  # the whole session's value is put back when it ends
-                torch.compiler._is_compiling_flag = _OnThisThread()
-            yield
-
-    torch.compiler._compile_session_context = session
-
-
-if hasattr(torch.compiler, "_compile_session_context") and hasattr(torch.compiler, "_is_compiling_flag"):
-    _trace_on_one_thread(torch.compiler._compile_session_context)
-if hasattr(torch._dynamo.utils, "warn_once"):
-    _warn_those_who_trace(torch._dynamo.utils.warn_once)
-if hasattr(torch._dynamo.guards, "profile_guard_manager"):
-    _time_guards_of_others(torch._dynamo.guards.profile_guard_manager)
-
-
-def _show_no_progress(bar: type) -> None:
-    """The first progress bar of a process, shown or not, starts a thread of tqdm's that the script would find among
-    its own; torch.fx makes one each time that it goes through a graph."""
-    if hasattr(bar, "monitor_interval"):  # tqdm is installed
-        torch.fx.interpreter.tqdm = type(bar.__name__, (bar,), {"monitor_interval": 0})
-
-
-if hasattr(torch.fx.interpreter, "tqdm"):
-    _show_no_progress(torch.fx.interpreter.tqdm)
-
-
 @contextlib.contextmanager
 def capture_settings(recompile_limit: int) -> Iterator[None]:
     """Dynamo's settings while a root of ours may be traced; the user's own are untouched outside.
@@ -388,12 +281,6 @@ def capture_settings(recompile_limit: int) -> Iterator[None]:
         without_batch_guards(),
     ):
         yield
-
-
-def suppressed_errors() -> contextlib.AbstractContextManager[None]:
-    """What Dynamo cannot trace runs in eager, frame by frame."""
-    found: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(suppress_errors=True)
-    return found
 
 
 def mark_dynamic(tensors: Mapping[str, torch.Tensor], dims: Sequence[tuple[str, int]]) -> None:

@@ -171,7 +171,8 @@ class TracedCalls:
             capturer.note_read()
             return direct.run(module, *args, **kwargs)
         capturer.mark_dynamic(tensors, dims)
-        with captured.traces.watching(dims) if captured.traces is not None else contextlib.nullcontext():
+        watching = captured.traces.watching(dims) if captured.traces is not None else contextlib.nullcontext()
+        with watching, capturer.suppressed_behind_breaks():
             return captured.trace(module, *args, **kwargs)
 
 

@@ -7,7 +7,7 @@ import functools
 import torch
 import torch._dynamo
 
-from autofuse.capture import dynamo
+from autofuse.capture import dynamo, dynamo_patches
 
 
 def test_only_the_guards_of_other_traces_are_timed() -> None:
@@ -22,7 +22,7 @@ def test_only_the_guards_of_other_traces_are_timed() -> None:
 
     before = torch._dynamo.guards.profile_guard_manager
     try:
-        dynamo._time_guards_of_others(measure)
+        dynamo_patches._time_guards_of_others(measure)
         torch._dynamo.reset()
         with dynamo.capture_settings(8):
             torch.compile(step, backend="eager")(torch.ones(3))

@@ -135,3 +135,31 @@ def test_a_refusal_from_below_is_the_scripts_own(traced_elsewhere):
     with pytest.raises(RuntimeError, match="using FX") as raised:
         compile_root("root", lambda graph, inputs: graph.forward).settled(outer, torch.ones(3))
     assert not isinstance(raised.value, TracedElsewhere)
+
+
+def test_what_another_thread_draws_while_a_root_is_traced_is_not_drawn_again():
+    """Dynamo puts torch's generator back after a trace."""
+    drawn = []
+
+    def backend(graph, inputs):
+        other.start()
+        has_drawn.wait(60)
+        return graph.forward
+
+    def serve():
+        drawn.append(float(torch.rand(())))
+        has_drawn.set()
+        may_end.wait(60)
+
+    has_drawn, may_end = threading.Event(), threading.Event()
+    other = threading.Thread(target=serve)
+    idle = threading.Thread(target=may_end.wait, args=(60,))  # lives when the trace begins
+    idle.start()
+    try:
+        with capture_settings(8):
+            compile_root("drawing", backend).trace(torch.cos, torch.ones(3))
+    finally:
+        may_end.set()
+    other.join()
+    idle.join()
+    assert drawn and float(torch.rand(())) not in drawn

@@ -20,6 +20,7 @@ def fake_capturer(call: Callable[..., Any]) -> Capturer:
         mark_dynamic=lambda *args: None,
         capture_settings=lambda limit: nullcontext(),
         suppressed_errors=nullcontext,
+        suppressed_behind_breaks=nullcontext,
         CAPTURE_ERRORS=(ZeroDivisionError,),
         note_read=lambda: None,
         graphs_read=lambda: 0,

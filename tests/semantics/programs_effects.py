@@ -298,6 +298,28 @@ def files_written_in_forward(run: Run) -> None:
     run.show("file", path.read_text())
 
 
+@program()
+def errors_behind_a_break(run: Run) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.BatchNorm1d(6, momentum=None), nn.BatchNorm1d(6)
+
+        def forward(self, x: T) -> T:
+            y = torch.rand(()) + self.first(x).relu() * 2.0
+            print(len(y))  # breaks the graph
+            return self.last(y if len(x) % 2 else y.mean(0, keepdim=True)).tanh()
+
+    model = Counts()
+    for rows in (3, 3, 4, 5, 4):  # a batch norm of one row raises: what came before it is done once
+        x = torch.randn(rows, 6)
+        if rows % 2:
+            run.show("out", model(x))
+        else:
+            run.raises("out", model, x)
+        run.show("buffers", *model.buffers())
+
+
 # ---- functions and methods ------------------------------------------------------------------------------------------
 
 
