@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source
-from autofuse.codegen.c.load import MethodDef, new_builtin, open_library
+from autofuse.codegen.c.load import method_of, new_builtin, open_library
 from autofuse.hidden_thread import HiddenThread
 from autofuse.ir.records import CompileKey, KernelRecord
 from autofuse.wrapper.native_build import NativeBuilder, NativeProgram
@@ -48,7 +48,7 @@ class Runner:
         self.dtypes = dtypes
         self._library = library
         address = ctypes.cast(library.af_entry, ctypes.c_void_p).value
-        self._method = MethodDef(NAME.encode(), address, _METH_O, b"(inputs) -> results")
+        self._method = method_of(NAME, address, _METH_O, b"(inputs) -> results")
 
     def make(self, program: NativeProgram) -> Run:
         made: Run = new_builtin(ctypes.addressof(self._method), tuple(program), None)

@@ -405,3 +405,19 @@ def test_without_a_runner_graphs_stay_in_python(store: str, monkeypatch: pytest.
     for _ in range(8):
         torch.testing.assert_close(captured.call(x), function(x))
     assert all(plan.native is not None for plan in all_plans(captured))
+
+
+def test_a_function_outlives_its_runner() -> None:
+    """CPython reads the record that a function was made of as long as the function lives."""
+    runner = load_runner(compile_runner(find_toolchain()).binary)
+    builder = NativeBuilder(runner.dtypes)
+    builder.take([True])
+    builder.operator("aten.mm.default", torch.mm, [0, 0], 1, ())
+    builder.result([1], False)
+    run = runner.make(builder.program())
+    del runner
+    gc.collect()
+    others = [bytes([255]) * 32 for _ in range(10_000)]  # where the record would have been
+    assert run.__name__ == "af_graph_runner" and run.__doc__ == "(inputs) -> results"
+    x = torch.randn(4, 4)
+    assert torch.equal(run([x])[0], x @ x) and len(others) == 10_000

@@ -39,6 +39,13 @@ new_builtin.argtypes = (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
 _kept: list[object] = []  # method tables and libraries live as long as the process
 
 
+def method_of(name: str, address: int | None, flags: int, doc: bytes) -> MethodDef:
+    """The record of a function in C, which stays valid: a function made of it may outlive whoever made it."""
+    method = MethodDef(name.encode(), address, flags, doc)
+    _kept.append(method)
+    return method
+
+
 @dataclass(frozen=True)
 class LoadedKernel:
     """A kernel in this process."""
@@ -65,8 +72,8 @@ def load_kernel(binary: bytes, name: str) -> LoadedKernel:
 def kernel_in(library: ctypes.CDLL, name: str, prefix: str = "af") -> LoadedKernel:
     """The kernel of a library whose exported functions begin with ``prefix``."""
     address = ctypes.cast(library[f"{prefix}_entry"], ctypes.c_void_p).value
-    method = MethodDef(name.encode(), address, _METH_FASTCALL, b"(sizes, *pointers) -> None")
-    _kept.extend((method, library))
+    method = method_of(name, address, _METH_FASTCALL, b"(sizes, *pointers) -> None")
+    _kept.append(library)
     call = f"{prefix}_call"
     inner = ctypes.cast(library[call], ctypes.c_void_p).value if hasattr(library, call) else 0
     return LoadedKernel(name, new_builtin(ctypes.addressof(method), inner, None), library)
