@@ -20,7 +20,8 @@ from autofuse.ir.records import Config
 
 # Names that strategies ask for, on both targets. They are stored; what a store may name is one of them.
 LOOP, MATMUL, ATTENTION, CONVOLUTION = "loop", "matmul", "attention", "convolution"
-STORED_NAMES = (LOOP, MATMUL, ATTENTION, CONVOLUTION)
+CONVOLUTION_BACKWARD = "convolution_backward"
+STORED_NAMES = (LOOP, MATMUL, ATTENTION, CONVOLUTION, CONVOLUTION_BACKWARD)
 
 Source = TypeVar("Source")
 

@@ -325,7 +325,9 @@ class FusionNode:
         kinds = {info(op.target).kind for op in self.kernels}
         if OpKind.OPAQUE in kinds:  # a group
             names = {op.short_name for op in self.kernels}
-            return "conv" if "convolution" in names else "attention" if "_softmax" in names else "matmul"
+            if names & {"convolution", "convolution_backward"}:
+                return "conv"
+            return "attention" if "_softmax" in names else "matmul"
         if OpKind.LOSS in kinds:
             return "loss"
         if OpKind.NORMALISATION in kinds:

@@ -31,6 +31,7 @@ class OpKind(Enum):
 
 
 CONVOLUTION = "aten.convolution.default"
+CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 ATTENTION_FORWARD = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 # Numbers of two arguments: of the query, which key and value follow, and of the dropout, which is_causal follows.

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autofuse.codegen.c.templates.registry import C_TEMPLATES
 from autofuse.codegen.matmul_operands import ANCHORS
-from autofuse.codegen.templates import ATTENTION, CONVOLUTION, LOOP, MATMUL, refusal, template_of
+from autofuse.codegen.templates import ATTENTION, CONVOLUTION, CONVOLUTION_BACKWARD, LOOP, MATMUL, refusal, template_of
 from autofuse.codegen.triton.templates.registry import TRITON_TEMPLATES
 from autofuse.fusion.analyzer import FusionCandidateAnalyzer, build_node
 from autofuse.fusion.config import FusionConfig
@@ -30,6 +30,7 @@ from autofuse.strategies.strategy import Part, Strategy, graph_of
 PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 GENERATED = "generated_product"
 GENERATED_ATTENTION = "generated_attention"
+GENERATED_GRADIENTS = "generated_gradients"
 GENERATED_CONVOLUTION, LAST_GENERATED = "generated_convolution", f"{LAST}_generated"
 LEAST_FLOPS = 2e6  # of a matmul, which takes some 20 us: with fewer, the Python cost of a call decides
 MOST_CUTS = 2  # cuts of one kernel that are measured: those with the fewest bytes between the two sides
@@ -57,6 +58,7 @@ def generated_strategies(form: NodeForm) -> list[Strategy]:
         *matmul_strategies(form),
         *sdpa_strategies(form),
         *convolution_strategies(form),
+        *gradient_strategies(form),
     ]
 
 
@@ -72,7 +74,12 @@ def generated_names(form: NodeForm) -> tuple[str, ...]:
     if text not in _generated_names:
         names = [
             strategy.name
-            for strategy in (*row_block_strategies(form), *sdpa_strategies(form), *convolution_strategies(form))
+            for strategy in (
+                *row_block_strategies(form),
+                *sdpa_strategies(form),
+                *convolution_strategies(form),
+                *gradient_strategies(form),
+            )
         ]
         _generated_names[text] = (*names, *([GENERATED] if _printed_products(form) else []))
     return _generated_names[text]
@@ -127,6 +134,14 @@ def convolution_strategies(form: NodeForm) -> list[Strategy]:
     name = GENERATED_CONVOLUTION if last is None else LAST_GENERATED
     lying = "" if last is None else "images channels last from one to the next, "
     return [Strategy(name, made, parts, f"generated convolutions, {lying}the rest in kernels of their own")]
+
+
+def gradient_strategies(form: NodeForm) -> list[Strategy]:
+    """The strategy with a convolution's gradients printed in C in place of the library's."""
+    if not _is(CONVOLUTION_BACKWARD, form):
+        return []
+    part = Part((form.operations[0].name,), CONVOLUTION_BACKWARD)
+    return [Strategy(GENERATED_GRADIENTS, form, (part,), "generated gradients of a convolution")]
 
 
 def _plain(op: Operation) -> Operation:

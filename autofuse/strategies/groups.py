@@ -32,6 +32,7 @@ from autofuse.strategies.sdpa_match import find_attention
 
 PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
 LINEARS = frozenset(["mm", "addmm"])
+GRADIENTS = "convolution_backward"
 # In no group: opaque operations, ours that draw, and libraries', which no worker can call beside a library's matmul.
 _ALONE = ("opaque.", "autofuse.philox", "autofuse.bernoulli", "library.")
 
@@ -84,8 +85,8 @@ class _Finder:
             lone = PRODUCTS if op.outputs and op.outputs[0].device == "cpu" else LINEARS
             if op.short_name in lone and self.config.enable_matmul and self._is_long(op):
                 self._try({op.name}, "matmul")
-            elif op.short_name in CONVOLUTIONS and self.config.enable_conv:  # aten's calls have a high fixed cost
-                self._try({op.name}, "conv")
+            elif op.short_name in (*CONVOLUTIONS, GRADIENTS) and self.config.enable_conv:
+                self._try({op.name}, "conv")  # aten's calls have a high fixed cost
             elif op.target in TORCH_ATTENTIONS and self.config.enable_attention:
                 self._try({op.name}, "attention")
 

@@ -14,7 +14,17 @@ from autofuse.codegen import templates
 from autofuse.codegen.c.templates.registry import C_TEMPLATES
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.knobs import Knob, default_config
-from autofuse.codegen.templates import ATTENTION, CONVOLUTION, LOOP, MATMUL, Template, refusal, table, template_of
+from autofuse.codegen.templates import (
+    ATTENTION,
+    CONVOLUTION,
+    CONVOLUTION_BACKWARD,
+    LOOP,
+    MATMUL,
+    Template,
+    refusal,
+    table,
+    template_of,
+)
 from autofuse.codegen.triton.generator import TritonKernelGenerator
 from autofuse.codegen.triton.templates.registry import TRITON_TEMPLATES
 from autofuse.errors import LoweringError
@@ -27,11 +37,20 @@ FORM = CASES["add_bias_gelu"].form()
 
 @pytest.mark.parametrize(
     ("found", "names"),
-    [(C_TEMPLATES, (MATMUL, ATTENTION, CONVOLUTION, LOOP)), (TRITON_TEMPLATES, (MATMUL, ATTENTION, LOOP))],
+    [
+        (C_TEMPLATES, (MATMUL, ATTENTION, CONVOLUTION, CONVOLUTION_BACKWARD, LOOP)),
+        (TRITON_TEMPLATES, (MATMUL, ATTENTION, LOOP)),
+    ],
     ids=["c", "triton"],
 )
 def test_tables_name_what_is_stored_and_end_with_loops(found: templates.Table[Any], names: tuple[str, ...]) -> None:
-    assert tuple(found) == names and set(names) <= {"matmul", "attention", "convolution", "loop"}
+    assert tuple(found) == names and set(names) <= {
+        "matmul",
+        "attention",
+        "convolution",
+        "convolution_backward",
+        "loop",
+    }
     assert all(template.name == name for name, template in found.items())
     assert template_of(found, FORM).name == LOOP
 

@@ -100,9 +100,9 @@ def plan_convolution(form: NodeForm) -> Convolution:
         raise LoweringError("window", f"expected windows of at most {MOST_TAPS} elements, found {window}")
     if image.strides[1] != 1 and channels != 1:
         raise LoweringError("layout", f"expected the channels of a pixel side by side, found steps {image.strides}")
-    if tuple(result.strides) != _last(result.shape.dims):
+    if tuple(result.strides) != last_strides(result.shape.dims):
         raise LoweringError("strides", f"expected a result with its channels last, found {result.strides}")
-    if tuple(weight.strides) not in (contiguous_strides(weight.shape.dims), _last(weight.shape.dims)):
+    if tuple(weight.strides) not in (contiguous_strides(weight.shape.dims), last_strides(weight.shape.dims)):
         raise LoweringError("weight", f"expected a dense weight, found {weight.strides}")
     bias = None if op.args[2] is None else bias_of(form, op.args[2], cols)
     return Convolution(
@@ -111,20 +111,21 @@ def plan_convolution(form: NodeForm) -> Convolution:
         (image.strides[0], image.strides[2], image.strides[3]),
         tuple(result.shape),
         (int(window[0]), int(window[1])),
-        _pair("stride", op.args[3]),
-        _pair("padding", op.args[4]),
-        _pair("dilation", op.args[5]),
+        pair_of("stride", op.args[3]),
+        pair_of("padding", op.args[4]),
+        pair_of("dilation", op.args[5]),
         tuple(weight.strides) != contiguous_strides(weight.shape.dims),
     )
 
 
-def _last(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+def last_strides(dims: Sequence[Dim]) -> tuple[Dim, ...]:
     """Strides with the channels last."""
     batch, height, width, channels = contiguous_strides((dims[0], dims[2], dims[3], dims[1]))
     return batch, channels, height, width
 
 
-def _pair(name: str, found: object) -> tuple[int, int]:
+def pair_of(name: str, found: object) -> tuple[int, int]:
+    """A stride, padding or dilation, in both directions. Raises LoweringError where it is no number or two."""
     if not isinstance(found, tuple) or not all(isinstance(n, int) for n in found) or len(found) not in (1, 2):
         raise LoweringError(name, f"expected numbers as {name}, found {found}")
     return int(found[0]), int(found[-1])
@@ -135,12 +136,17 @@ def _pair(name: str, found: object) -> tuple[int, int]:
 
 def convolution_knobs(form: NodeForm, *_sizes: Sizes | None) -> tuple[Knob, ...]:
     """The knobs: the tile, from those whose width suits the number of the result's channels."""
+    return (tile_knob(plan_convolution(form).channels[1]),)
+
+
+def tile_knob(cols: int) -> Knob:
+    """The tiles for rows of so many channels."""
     bits = cpu_vector_bits()[-1]
-    cols, lanes = plan_convolution(form).channels[1], bits // 32
+    lanes = bits // 32
     tiles = NARROW[bits] if cols <= lanes else TILES[bits] if cols <= 2 * lanes else (*MIDDLE[bits], *TILES[bits])
     if cols > 2 * lanes and cols % (3 * lanes):  # three vectors waste as much as two, or more
         tiles = TILES[bits]
-    return (Knob("tile", tiles, tiles[0], "rows, vectors and bits of the sums that stay in registers"),)
+    return Knob("tile", tiles, tiles[0], "rows, vectors and bits of the sums that stay in registers")
 
 
 # ---- text -------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from autofuse.codegen.c.printer import CSource
-from autofuse.codegen.c.templates import attention, convolution, loop, matmul
+from autofuse.codegen.c.templates import attention, convolution, convolution_backward, loop, matmul
 from autofuse.codegen.templates import Table, table
 
-C_TEMPLATES: Table[CSource] = table(matmul.TEMPLATE, attention.TEMPLATE, convolution.TEMPLATE, loop.TEMPLATE)
+C_TEMPLATES: Table[CSource] = table(
+    matmul.TEMPLATE, attention.TEMPLATE, convolution.TEMPLATE, convolution_backward.TEMPLATE, loop.TEMPLATE
+)

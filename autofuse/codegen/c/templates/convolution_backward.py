@@ -1,0 +1,555 @@
+"""The gradients of a 2-D convolution in C: of its images, its weight and its bias, in one kernel.
+
+In: a `NodeForm` that is one float32 ``convolution_backward``, with images row by row or channels last, and a
+configuration. Out: C text with the entry of every generated kernel, or LoweringError with a reason code. Guarantee:
+each element of a weight's gradient is a sum of sums over at most 256 pixels, each in order; one of an image's is a sum
+over taps of sums over at most 224 channels, each in order; whatever the number of threads. A call leaves the work to
+eager where a window may be outside of the image and a gradient or a weight is not finite, because libraries differ in
+whether they multiply such numbers with zeros. Memory for copies is bounded: images are worked off in groups.
+
+How: for each tap of the window, a list of pairs says which pixel of the result read which pixel of the image. Along the
+pairs, the weight's gradient is a matmul of the gradients and the images, and the images' gradient one of the gradients
+and the weight. Taps outside of the image are in no list, so they cost nothing: on an image of 2 x 2 pixels a library's
+3 x 3 convolution multiplies 36 pixels for every 16 that exist.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autofuse.codegen.c.printer import INCLUDES, CSource
+from autofuse.codegen.c.register_transpose import TURN
+from autofuse.codegen.c.templates.common import fill, header, pointer_of, size_macros, spec_of, tile_of
+from autofuse.codegen.c.templates.convolution import MOST_TAPS, last_strides, pair_of, tile_knob
+from autofuse.codegen.knobs import Knob, Sizes, default_config
+from autofuse.codegen.templates import CONVOLUTION_BACKWARD as NAME
+from autofuse.codegen.templates import Template
+from autofuse.errors import LoweringError
+from autofuse.ir.operation import NodeForm, TensorSpec
+from autofuse.ir.optable import CONVOLUTION_BACKWARD
+from autofuse.ir.records import Config
+from autofuse.ir.shape import Dim, contiguous_strides
+
+RESULTS = ("images", "weight", "bias")
+
+
+@dataclass(frozen=True)
+class ConvolutionBackward:
+    """The gradients of one convolution as a node: numbers of its pointers, where its tensors lie, and its sizes."""
+
+    operands: tuple[int, int, int]  # pointers of the gradient, the images and the weight
+    results: Mapping[str, int]  # pointers, of those of `RESULTS` that are asked for
+    is_last: Mapping[str, bool]  # by operand, and result: whether its channels are contiguous
+    images: tuple[Dim, ...]  # [N, C, H, W]
+    gradient: tuple[Dim, ...]  # [N, C, H, W]
+    window: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def taps(self) -> int:
+        return self.window[0] * self.window[1]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each pixel of the gradient belongs to the same pixel of the images."""
+        return self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0)
+
+
+@functools.lru_cache(maxsize=256)
+def plan_convolution_backward(form: NodeForm) -> ConvolutionBackward:
+    """The gradients of a node. Raises LoweringError where it has none, or those that only a library can run."""
+    op = form.operations[0]
+    if len(form.operations) != 1 or op.target != CONVOLUTION_BACKWARD or len(op.args) != 11:
+        raise LoweringError("anchor", f"expected one convolution_backward and nothing else, found {op.target}")
+    if not form.outputs or any(ref.name != op.name or ref.index not in range(3) for ref in form.outputs):
+        raise LoweringError("anchor", f"expected gradients as results, found {form.outputs}")
+    specs = {name: spec_of(form, op.args[n]) for n, name in enumerate(("gradient", "image", "weights"))}
+    results = {RESULTS[ref.index]: len(form.inputs) + place for place, ref in enumerate(form.outputs)}
+    specs |= {RESULTS[ref.index]: op.outputs[ref.index] for ref in form.outputs}
+    if {spec.dtype for spec in specs.values()} != {"float32"}:
+        raise LoweringError("dtype", f"expected float32, found {', '.join(s.dtype for s in specs.values())}")
+    if len(specs["image"].shape) != 4 or op.args[7] or op.args[9] != 1:
+        raise LoweringError("kind", "expected images, and neither groups nor a transposed convolution")
+    sizes = specs["weights"].shape.dims
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise LoweringError("size", f"expected a weight of known size, found {specs['weights'].shape}")
+    window = (int(sizes[2]), int(sizes[3]))
+    if window[0] * window[1] > MOST_TAPS:
+        raise LoweringError("window", f"expected windows of at most {MOST_TAPS} elements, found {window}")
+    return ConvolutionBackward(
+        (pointer_of(form, op.args[0]), pointer_of(form, op.args[1]), pointer_of(form, op.args[2])),
+        results,
+        {name: _is_last(name, spec) for name, spec in specs.items() if name != "bias"},
+        tuple(specs["image"].shape),
+        tuple(specs["gradient"].shape),
+        window,
+        pair_of("stride", op.args[4]),
+        pair_of("padding", op.args[5]),
+        pair_of("dilation", op.args[6]),
+    )
+
+
+def _is_last(name: str, spec: TensorSpec) -> bool:
+    """Whether a tensor's channels lie side by side. Raises LoweringError where it is not dense."""
+    if tuple(spec.strides) == tuple(contiguous_strides(spec.shape.dims)):
+        return False
+    if tuple(spec.strides) == last_strides(spec.shape.dims):
+        return True
+    raise LoweringError("layout", f"expected a dense {name}, row by row or channels last, found {spec.strides}")
+
+
+def convolution_backward_knobs(form: NodeForm, *_sizes: Sizes | None) -> tuple[Knob, ...]:
+    """The knobs: the tile, from those whose width suits the number of the images' channels."""
+    return (tile_knob(int(plan_convolution_backward(form).images[1])),)
+
+
+def print_convolution_backward(form: NodeForm, config: Config, constants: Mapping[str, int] | None = None) -> CSource:
+    """The C text of the gradients. Raises LoweringError where a size has no exact C form."""
+    made, known = plan_convolution_backward(form), constants or {}
+    tile_rows, vectors, bits = tile_of((*default_config(convolution_backward_knobs(form)), *config))
+    gradient, image, weight = made.operands
+    text = {
+        "HEADER": header(
+            f"gradients of {', '.join(made.results)}: images {'x'.join(map(str, made.images))}, gradient "
+            f"{'x'.join(map(str, made.gradient))}, window {made.window}, stride {made.stride}, padding "
+            f"{made.padding}, dilation {made.dilation}",
+            config,
+            known,
+        ),
+        "ROWS": str(tile_rows),
+        "VECTORS": str(vectors),
+        "WIDTH": str(bits // 32),
+        "SIZES": "\n".join(_sizes(form, made, known)),
+        "GRADIENT": str(gradient),
+        "IMAGE": str(image),
+        "WEIGHT": str(weight),
+        "IS_EVEN": str(int(made.is_even)),
+        "WEIGHT_TILES": _remainders(tile_rows, "AF_WEIGHT_TILE"),
+        "IMAGE_TILES": _remainders(tile_rows, "AF_IMAGE_TILE"),
+    }
+    for name in RESULTS:
+        text[f"HAS_{name.upper()}"] = str(int(name in made.results))
+        text[f"TO_{name.upper()}"] = f"ptrs[{made.results[name]}]" if name in made.results else "NULL"
+    for name in ("gradient", "image", "weights", "images", "weight"):
+        text[f"{name.upper()}_LAST"] = str(int(made.is_last.get(name, False)))
+    return fill("convolution_backward", form, _TEXT, text)
+
+
+def _remainders(tile_rows: int, tile: str) -> str:
+    """C that goes through the rows that fill no whole tile, in smaller ones."""
+    return "\n".join(f"  if (left & {n}) {{ {tile}({n}); at += {n}; }}" for n in (16, 8, 4, 2, 1) if n < tile_rows)
+
+
+def _sizes(form: NodeForm, made: ConvolutionBackward, known: Mapping[str, int]) -> list[str]:
+    """Sizes as macros; those that do not vary are constants wherever they are used."""
+    dims: dict[str, Dim] = {
+        "IMAGES": made.images[0], "C": made.images[1], "HEIGHT": made.images[2], "WIDTH_IN": made.images[3],
+        "N": made.gradient[1], "OUT_HEIGHT": made.gradient[2], "OUT_WIDTH": made.gradient[3],
+    }  # fmt: skip
+    for key, pair in (
+        ("WINDOW", made.window), ("STRIDE", made.stride), ("PADDING", made.padding), ("DILATION", made.dilation)
+    ):  # fmt: skip
+        dims |= {f"{key}_Y": pair[0], f"{key}_X": pair[1]}
+    return size_macros(form, known, dims)
+
+
+_TEXT = (
+    "/* @HEADER@ */\n"
+    + INCLUDES
+    + """
+@SIZES@
+#define AF_TAPS (AF_WINDOW_Y * AF_WINDOW_X)
+#define AF_IN (AF_HEIGHT * AF_WIDTH_IN)       /* pixels of an image */
+#define AF_OUT (AF_OUT_HEIGHT * AF_OUT_WIDTH) /* and of its gradient */
+enum { AF_ROWS = @ROWS@, AF_VECTORS = @VECTORS@, AF_WIDTH = @WIDTH@, AF_COLS = AF_VECTORS * AF_WIDTH };
+/* From one tap to the next in a panel: no power of two, or all taps of a channel would share a place in the caches. */
+#define AF_TAP (AF_N * AF_COLS + AF_WIDTH)
+enum { AF_LIST = 256, AF_DEPTH = 224, AF_TASKS = 4, AF_SERIAL_BELOW = 1 << 19, AF_GROUP = 1 << 21 };
+"""
+    + TURN
+    + """
+/* For one tap, which pixels of the gradient were made from which of the images. */
+typedef struct {
+  int64_t count;
+  int32_t out[AF_LIST + 1], in[AF_LIST + 1];
+} af_pairs;
+
+static void af_find(
+    const int64_t* const sizes, const int64_t first, const int64_t count, const int64_t ty, const int64_t tx,
+    af_pairs* const pairs) {
+  (void)sizes;
+  int64_t ox = first % AF_OUT_WIDTH, oy = first / AF_OUT_WIDTH % AF_OUT_HEIGHT, image = first / AF_OUT * AF_IN;
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t y = oy * AF_STRIDE_Y - AF_PADDING_Y + ty * AF_DILATION_Y;
+    const int64_t x = ox * AF_STRIDE_X - AF_PADDING_X + tx * AF_DILATION_X;
+    pairs->out[found] = (int32_t)(first + i);
+    pairs->in[found] = (int32_t)(image + y * AF_WIDTH_IN + x);
+    found += ((uint64_t)y < (uint64_t)AF_HEIGHT) & ((uint64_t)x < (uint64_t)AF_WIDTH_IN);
+    if (++ox == AF_OUT_WIDTH) {
+      ox = 0;
+      if (++oy == AF_OUT_HEIGHT) oy = 0, image += AF_IN;
+    }
+  }
+  pairs->count = found;
+}
+
+/* The channels of a panel, pixel by pixel. */
+static void af_pack_image(
+    const int64_t* const sizes, float* const to, const float* const from, const int64_t channels) {
+  (void)sizes;
+#if @IMAGE_LAST@
+  for (int64_t p = 0; p < AF_IN; ++p) memcpy(to + p * AF_COLS, from + p * AF_C, 4 * channels);
+#else
+  af_turn(to, AF_COLS, from, AF_IN, AF_IN, channels);
+#endif
+  if (channels < AF_COLS)
+    for (int64_t p = 0; p < AF_IN; ++p) memset(to + p * AF_COLS + channels, 0, 4 * (AF_COLS - channels));
+}
+
+static int af_is_finite(const float* const numbers, const int64_t count) {
+  af_vec odd = {0};
+  int64_t i = 0;
+  for (; i + AF_WIDTH <= count; i += AF_WIDTH) odd += *(const af_vec*)(numbers + i) * 0.0f;
+  float rest = 0.0f;
+  for (; i < count; ++i) rest += numbers[i] * 0.0f;
+  for (int k = 0; k < AF_WIDTH; ++k) rest += odd[k];
+  return rest == 0.0f;
+}
+
+/* sums[i][c] += the sum over the pairs of gradient[pixel][i] times image[pixel][c]. */
+static inline __attribute__((always_inline)) void af_weight_tile(
+    const int64_t* const sizes, const int rows, const af_pairs* const pairs, const float* restrict const gradient,
+    const float* restrict const image, float* restrict const sums) {
+  (void)sizes;
+  af_vec sum[AF_ROWS][AF_VECTORS];
+#pragma GCC unroll 32
+  for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < AF_VECTORS; ++j) sum[i][j] = (af_vec){0};
+  for (int64_t k = 0; k < pairs->count; ++k) {
+    const float* const left = gradient + (int64_t)pairs->out[k] * AF_N;
+    const float* const at = image + (int64_t)pairs->in[k] * AF_COLS;
+    af_vec right[AF_VECTORS];
+#pragma GCC unroll 8
+    for (int j = 0; j < AF_VECTORS; ++j) right[j] = *(const af_vec*)(at + j * AF_WIDTH);
+#pragma GCC unroll 32
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < AF_VECTORS; ++j) sum[i][j] += left[i] * right[j];
+  }
+#pragma GCC unroll 32
+  for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < AF_VECTORS; ++j) *(af_vec*)(sums + i * AF_COLS + j * AF_WIDTH) += sum[i][j];
+}
+
+/* image[pixel][c] += the sum over n of gradient[pixel][n] times weight[n][c], for `rows` pairs. */
+static inline __attribute__((always_inline)) void af_image_tile(
+    const int64_t* const sizes, const int rows, const int32_t* const out, const int32_t* const in,
+    const float* restrict const gradient, const float* restrict const weight, const int64_t depth,
+    float* restrict const image) {
+  (void)sizes;
+  af_vec sum[AF_ROWS][AF_VECTORS];
+  const float* at[AF_ROWS];
+#pragma GCC unroll 32
+  for (int i = 0; i < rows; ++i) {
+    at[i] = gradient + (int64_t)out[i] * AF_N;
+#pragma GCC unroll 8
+    for (int j = 0; j < AF_VECTORS; ++j) sum[i][j] = (af_vec){0};
+  }
+  for (int64_t n = 0; n < depth; ++n) {
+    af_vec right[AF_VECTORS];
+#pragma GCC unroll 8
+    for (int j = 0; j < AF_VECTORS; ++j) right[j] = *(const af_vec*)(weight + n * AF_COLS + j * AF_WIDTH);
+#pragma GCC unroll 32
+    for (int i = 0; i < rows; ++i) {
+      const float left = at[i][n];
+#pragma GCC unroll 8
+      for (int j = 0; j < AF_VECTORS; ++j) sum[i][j] += left * right[j];
+    }
+  }
+#pragma GCC unroll 32
+  for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < AF_VECTORS; ++j)
+      *(af_vec*)(image + (int64_t)in[i] * AF_COLS + j * AF_WIDTH) += sum[i][j];
+}
+
+#define AF_WEIGHT_TILE(n) af_weight_tile(sizes, n, pairs, gradient + at, image, sums + at * AF_COLS)
+static __attribute__((noinline)) void af_weight_rows(
+    const int64_t* const sizes, const int64_t rows, const af_pairs* const pairs, const float* const gradient,
+    const float* const image, float* const sums) {
+  int64_t at = 0;
+  for (; at + AF_ROWS <= rows; at += AF_ROWS) AF_WEIGHT_TILE(AF_ROWS);
+  const int64_t left = rows - at;
+@WEIGHT_TILES@
+  (void)left;
+}
+
+#define AF_IMAGE_TILE(n) \\
+  af_image_tile(sizes, n, pairs->out + at, pairs->in + at, gradient, weight, depth, image)
+static __attribute__((noinline)) void af_image_rows(
+    const int64_t* const sizes, const af_pairs* const pairs, const float* const gradient, const float* const weight,
+    const int64_t depth, float* const image) {
+  int64_t at = 0;
+  for (; at + AF_ROWS <= pairs->count; at += AF_ROWS) AF_IMAGE_TILE(AF_ROWS);
+  const int64_t left = pairs->count - at;
+@IMAGE_TILES@
+  (void)left;
+}
+
+/* For channel n of the gradient a vector of the images' channels: weights into a panel, or sums into the result. A
+   window has few taps, so that `af_turn` would move them one by one. */
+static void af_pack(
+    const int64_t* const sizes, float* const to, const float* const weight, const int64_t n, const int64_t channel) {
+  (void)sizes;
+  const int64_t left = AF_C - channel, count = left < 0 ? 0 : left < AF_WIDTH ? left : AF_WIDTH;
+  for (int64_t tap = 0; tap < AF_TAPS; tap += @WEIGHTS_LAST@ ? 1 : AF_WIDTH) {
+    float* const at = to + tap * AF_TAP;
+#if @WEIGHTS_LAST@
+    memset(at, 0, 4 * AF_WIDTH);
+    memcpy(at, weight + (n * AF_TAPS + tap) * AF_C + channel, 4 * count);
+#else
+    const int64_t taps = AF_TAPS - tap < AF_WIDTH ? AF_TAPS - tap : AF_WIDTH;
+    const float* const from = weight + (n * AF_C + channel) * AF_TAPS + tap;
+    if (taps * 4 <= AF_WIDTH) {
+      for (int64_t t = 0; t < taps; ++t)
+        for (int64_t k = 0; k < AF_WIDTH; ++k) at[t * AF_TAP + k] = k < count ? from[k * AF_TAPS + t] : 0.0f;
+      continue;
+    }
+    /* Whole vectors are read, as long as there is a tensor to read: what belongs to the next channel is not written. */
+    const int64_t rest = (AF_N * AF_C - n * AF_C - channel) * AF_TAPS - tap;
+    af_vec square[AF_WIDTH];
+    for (int k = 0; k < AF_WIDTH; ++k) {
+      square[k] = (af_vec){0};
+      if (k < count && k * AF_TAPS + AF_WIDTH <= rest) square[k] = *(const af_vec*)(from + k * AF_TAPS);
+      else if (k < count) memcpy(&square[k], from + k * AF_TAPS, 4 * taps);
+    }
+    af_turn_square(square);
+    for (int64_t k = 0; k < taps; ++k) *(af_vec*)(at + k * AF_TAP) = square[k];
+#endif
+  }
+}
+
+static void af_unpack(
+    const int64_t* const sizes, float* const weight, const float* const sums, const int64_t n, const int64_t channel,
+    const int is_first) {
+  (void)sizes;
+  const int64_t left = AF_C - channel, count = left < 0 ? 0 : left < AF_WIDTH ? left : AF_WIDTH;
+  for (int64_t tap = 0; tap < AF_TAPS; tap += @WEIGHT_LAST@ ? 1 : AF_WIDTH) {
+    const float* const at = sums + tap * AF_TAP;
+#if @WEIGHT_LAST@
+    float* const to = weight + (n * AF_TAPS + tap) * AF_C + channel;
+    for (int64_t k = 0; k < count; ++k) to[k] = is_first ? at[k] : to[k] + at[k];
+#else
+    const int64_t taps = AF_TAPS - tap < AF_WIDTH ? AF_TAPS - tap : AF_WIDTH;
+    float* const to = weight + (n * AF_C + channel) * AF_TAPS + tap;
+    if (taps * 4 <= AF_WIDTH) {
+      for (int64_t k = 0; k < count; ++k)
+        for (int64_t t = 0; t < taps; ++t)
+          to[k * AF_TAPS + t] = is_first ? at[t * AF_TAP + k] : to[k * AF_TAPS + t] + at[t * AF_TAP + k];
+      continue;
+    }
+    af_vec square[AF_WIDTH];
+    for (int k = 0; k < AF_WIDTH; ++k) square[k] = k < taps ? *(const af_vec*)(at + k * AF_TAP) : (af_vec){0};
+    af_turn_square(square);
+    for (int64_t k = 0; k < count; ++k) {
+      /* A whole vector is written where the next channels, which are written after it, take the rest of it. */
+      if (is_first && AF_TAPS <= AF_WIDTH && k * AF_TAPS + AF_WIDTH <= count * AF_TAPS) {
+        *(af_vec*)(to + k * AF_TAPS) = square[k];
+        continue;
+      }
+      af_vec before = {0};
+      if (!is_first) memcpy(&before, to + k * AF_TAPS, 4 * taps);
+      before += square[k];
+      memcpy(to + k * AF_TAPS, &before, 4 * taps);
+    }
+#endif
+  }
+}
+
+/* What the threads share. Panels hold AF_COLS channels of the images each. */
+typedef struct {
+  const float *gradients, *images; /* of a group: [pixel][n], [panel][pixel][c] */
+  int64_t group;                   /* images that there is memory for */
+} af_copies;
+
+/* The part of the weight's gradient that belongs to a panel and to `rows` channels of the gradient. `sums` is the
+   memory of a thread: [tap][n][c]. */
+static void af_weight_task(
+    const int64_t* const sizes, const af_copies* const copies, float* const sums, const int64_t panel,
+    const int64_t first, const int64_t rows, const int64_t images, float* const to, const int is_first) {
+  const int64_t pixels = images * AF_OUT;
+  const float* const image = copies->images + panel * copies->group * AF_IN * AF_COLS;
+  for (int64_t tap = 0; tap < AF_TAPS; ++tap) memset(sums + tap * AF_TAP, 0, 4 * rows * AF_COLS);
+  af_pairs pairs;
+  for (int64_t from = 0; from < pixels; from += AF_LIST) {
+    const int64_t count = pixels - from < AF_LIST ? pixels - from : AF_LIST;
+    for (int64_t tap = 0; tap < AF_TAPS; ++tap) {
+      af_find(sizes, from, count, tap / AF_WINDOW_X, tap % AF_WINDOW_X, &pairs);
+      if (pairs.count)
+        af_weight_rows(sizes, rows, &pairs, copies->gradients + first, image, sums + tap * AF_TAP);
+    }
+  }
+  for (int64_t n = 0; n < rows; ++n)
+    for (int64_t c = 0; c < AF_COLS; c += AF_WIDTH)
+      af_unpack(sizes, to, sums + n * AF_COLS + c, first + n, panel * AF_COLS + c, is_first);
+}
+
+/* The gradient of some images, of the channels of a panel; `to`: the result, of the first image of the group. `memory`
+   is a thread's: the weights, [tap][n][c], and the images, [pixel][c]. */
+static int af_image_task(
+    const int64_t* const sizes, const af_copies* const copies, float* const memory, const float* const weights,
+    const int64_t panel, const int64_t first, const int64_t images, float* const to) {
+  float* const made = memory + AF_TAPS * AF_TAP;
+  for (int64_t n = 0; n < AF_N; ++n)
+    for (int64_t c = 0; c < AF_COLS; c += AF_WIDTH)
+      af_pack(sizes, memory + n * AF_COLS + c, weights, n, panel * AF_COLS + c);
+#if !@IS_EVEN@
+  for (int64_t tap = 0; tap < AF_TAPS; ++tap)
+    if (!af_is_finite(memory + tap * AF_TAP, AF_N * AF_COLS)) return -3;
+#endif
+  memset(made, 0, 4 * images * AF_IN * AF_COLS);
+  const int64_t blocks = (AF_N + AF_DEPTH - 1) / AF_DEPTH, most = (AF_N + blocks - 1) / blocks;
+  const int64_t end = (first + images) * AF_OUT;
+  af_pairs pairs;
+  for (int64_t from = first * AF_OUT, count; from < end; from += count) {
+    count = AF_LIST - from % AF_LIST;  /* lists end where they would without parts, so that sums stay the same */
+    if (count > end - from) count = end - from;
+    for (int64_t tap = 0; tap < AF_TAPS; ++tap) {
+      af_find(sizes, from, count, tap / AF_WINDOW_X, tap % AF_WINDOW_X, &pairs);
+      for (int64_t n = 0; n < AF_N; n += most)
+        af_image_rows(sizes, &pairs, copies->gradients + n, memory + tap * AF_TAP + n * AF_COLS,
+                      AF_N - n < most ? AF_N - n : most, made - first * AF_IN * AF_COLS);
+    }
+  }
+  const int64_t channel = panel * AF_COLS, channels = AF_C - channel < AF_COLS ? AF_C - channel : AF_COLS;
+  for (int64_t i = 0; i < images; ++i) {
+    const float* const from = made + i * AF_IN * AF_COLS;
+#if @IMAGES_LAST@
+    for (int64_t p = 0; p < AF_IN; ++p)
+      memcpy(to + ((first + i) * AF_IN + p) * AF_C + channel, from + p * AF_COLS, 4 * channels);
+#else
+    af_turn(to + ((first + i) * AF_C + channel) * AF_IN, AF_IN, from, AF_COLS, channels, AF_IN);
+#endif
+  }
+  return 0;
+}
+
+static int @NAME@(const int64_t* const sizes, void** const ptrs) {
+  const float* const gradient = ptrs[@GRADIENT@];
+  const float* const image = ptrs[@IMAGE@];
+  const float* const weight = ptrs[@WEIGHT@];
+  float *const to_images = @TO_IMAGES@, *const to_weight = @TO_WEIGHT@, *const to_bias = @TO_BIAS@;
+  (void)image, (void)weight, (void)to_images, (void)to_weight, (void)to_bias;
+  int64_t threads = @THREADS@;
+  if (threads < 1 || AF_IMAGES * AF_OUT * AF_N * AF_C * AF_TAPS < AF_SERIAL_BELOW) threads = 1;
+
+  const int64_t panels = (AF_C + AF_COLS - 1) / AF_COLS, image_floats = panels * AF_IN * AF_COLS;
+  const int64_t each = (@GRADIENT_LAST@ ? 0 : AF_OUT * AF_N) + @HAS_WEIGHT@ * image_floats;
+  int64_t group = AF_GROUP / (each + 1);
+  if (group > AF_IMAGES) group = AF_IMAGES;
+  if (group < 1) group = 1;
+  if (group * (AF_OUT > AF_IN ? AF_OUT : AF_IN) > INT32_MAX) return -3;
+  /* Parts of a task's panel: of the gradient's channels, and of the images. */
+  int64_t parts = threads == 1 ? 1 : (AF_TASKS * threads + panels - 1) / panels;
+  const int64_t rows = ((AF_N + parts - 1) / parts + AF_ROWS - 1) / AF_ROWS * AF_ROWS;
+  if (parts > group) parts = group;
+  const int64_t some = (group + parts - 1) / parts;
+
+  const int64_t own = AF_ALIGNED(4 * (AF_TAPS * AF_TAP + @HAS_IMAGES@ * some * AF_IN * AF_COLS));
+  const int64_t of_images = @HAS_WEIGHT@ * AF_ALIGNED(4 * group * image_floats);
+  const int64_t of_gradients = @GRADIENT_LAST@ ? 0 : AF_ALIGNED(4 * group * AF_OUT * AF_N);
+  char* const memory = malloc(threads * own + of_images + of_gradients + 8 * AF_N + 64);
+  if (memory == NULL) return -1;
+  char* const begin = (char*)(((uintptr_t)memory + 63) / 64 * 64);
+  float* const images = (float*)(begin + threads * own);
+  float* const gradients = (float*)(begin + threads * own + of_images);
+  double* const biases = (double*)(begin + threads * own + of_images + of_gradients);
+  for (int64_t n = 0; n < AF_N; ++n) biases[n] = 0.0;
+  af_copies copies = {gradients, images, group};
+  int failed = 0;
+#if @HAS_WEIGHT@
+  if (AF_IMAGES == 0) memset(to_weight, 0, 4 * AF_N * AF_C * AF_TAPS);
+#endif
+
+  for (int64_t first = 0; first < AF_IMAGES && !failed; first += group) {
+    const int64_t count = AF_IMAGES - first < group ? AF_IMAGES - first : group;
+    if (@GRADIENT_LAST@) copies.gradients = gradient + first * AF_OUT * AF_N;
+    const int64_t both = 1 + @HAS_WEIGHT@ * panels;
+#ifdef _OPENMP
+#pragma omp parallel for num_threads((int)threads) schedule(static) if (threads > 1)
+#endif
+    for (int64_t task = 0; task < count * both; ++task) {
+      const int64_t i = task / both, panel = task % both - 1;
+      if (panel >= 0) {
+        const int64_t channel = panel * AF_COLS, channels = AF_C - channel < AF_COLS ? AF_C - channel : AF_COLS;
+        const float* const from = image + (first + i) * AF_C * AF_IN + channel * (@IMAGE_LAST@ ? 1 : AF_IN);
+        af_pack_image(sizes, images + (panel * group + i) * AF_IN * AF_COLS, from, channels);
+        continue;
+      }
+      const float* const from = gradient + (first + i) * AF_N * AF_OUT;
+      if (!@GRADIENT_LAST@) af_turn(gradients + i * AF_OUT * AF_N, AF_N, from, AF_OUT, AF_OUT, AF_N);
+      if (!@IS_EVEN@ && !af_is_finite(from, AF_N * AF_OUT)) {
+#ifdef _OPENMP
+#pragma omp atomic write
+#endif
+        failed = -3;
+      }
+    }
+    if (failed) break;
+
+    /* Parts of the weight's gradient, then of the images', then of the bias's. */
+    const int64_t weight_tasks = @HAS_WEIGHT@ * panels * ((AF_N + rows - 1) / rows);
+    const int64_t image_tasks = @HAS_IMAGES@ * panels * ((count + some - 1) / some);
+    const int64_t tasks = weight_tasks + image_tasks + @HAS_BIAS@ * ((AF_N + 63) / 64);
+#ifdef _OPENMP
+#pragma omp parallel for num_threads((int)threads) schedule(dynamic) if (threads > 1)
+#endif
+    for (int64_t task = 0; task < tasks; ++task) {
+      float* mine = (float*)begin;
+#ifdef _OPENMP
+      mine = (float*)(begin + omp_get_thread_num() * own);
+#endif
+      (void)mine;
+#if @HAS_WEIGHT@
+      if (task < weight_tasks) {
+        const int64_t from = task / panels * rows, left = AF_N - from;
+        af_weight_task(sizes, &copies, mine, task % panels, from, left < rows ? left : rows, count, to_weight,
+                       first == 0);
+        continue;
+      }
+#endif
+#if @HAS_IMAGES@
+      if (task < weight_tasks + image_tasks) {
+        const int64_t at = task - weight_tasks, from = at / panels * some, left = count - from;
+        if (af_image_task(sizes, &copies, mine, weight, at % panels, from, left < some ? left : some,
+                          to_images + first * AF_C * AF_IN)) {
+#ifdef _OPENMP
+#pragma omp atomic write
+#endif
+          failed = -3;
+        }
+        continue;
+      }
+#endif
+      const int64_t from = (task - weight_tasks - image_tasks) * 64, end = from + 64 < AF_N ? from + 64 : AF_N;
+      for (int64_t p = 0; p < count * AF_OUT; ++p)
+        for (int64_t n = from; n < end; ++n) biases[n] += copies.gradients[p * AF_N + n];
+    }
+  }
+#if @HAS_BIAS@
+  for (int64_t n = 0; n < AF_N; ++n) to_bias[n] = (float)biases[n];
+#endif
+  free(memory);
+  return failed;
+}
+"""
+)
+
+TEMPLATE = Template(NAME, plan_convolution_backward, convolution_backward_knobs, print_convolution_backward)
