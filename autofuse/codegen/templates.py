@@ -20,8 +20,8 @@ from autofuse.ir.records import Config
 
 # Names that strategies ask for, on both targets. They are stored; what a store may name is one of them.
 LOOP, MATMUL, ATTENTION, CONVOLUTION = "loop", "matmul", "attention", "convolution"
-CONVOLUTION_BACKWARD = "convolution_backward"
-STORED_NAMES = (LOOP, MATMUL, ATTENTION, CONVOLUTION, CONVOLUTION_BACKWARD)
+CONVOLUTION_ROWS, CONVOLUTION_BACKWARD = "convolution_rows", "convolution_backward"
+STORED_NAMES = (LOOP, MATMUL, ATTENTION, CONVOLUTION, CONVOLUTION_ROWS, CONVOLUTION_BACKWARD)
 
 Source = TypeVar("Source")
 

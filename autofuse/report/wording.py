@@ -62,6 +62,7 @@ STRATEGIES = {
     "channels_last": "channels-last layout from one convolution to the next",
     "channels_last_generated": "the same with generated convolutions",
     "generated_convolution": "generated convolutions, the rest in kernels",
+    "generated_convolution_rows": "generated convolutions of images row by row, the rest in kernels",
     "generated_gradients": "generated gradients of a convolution",
     "tiled": "a tiled matmul with the epilogue inside",
 }

@@ -11,13 +11,22 @@ from dataclasses import replace
 
 from autofuse.codegen.c.templates.registry import C_TEMPLATES
 from autofuse.codegen.matmul_operands import ANCHORS
-from autofuse.codegen.templates import ATTENTION, CONVOLUTION, CONVOLUTION_BACKWARD, LOOP, MATMUL, refusal, template_of
+from autofuse.codegen.templates import (
+    ATTENTION,
+    CONVOLUTION,
+    CONVOLUTION_BACKWARD,
+    CONVOLUTION_ROWS,
+    LOOP,
+    MATMUL,
+    refusal,
+    template_of,
+)
 from autofuse.codegen.triton.templates.registry import TRITON_TEMPLATES
 from autofuse.fusion.analyzer import FusionCandidateAnalyzer, build_node
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.composites import has_librarys
-from autofuse.ir.operation import NodeForm, Operation
+from autofuse.ir.operation import NodeForm, Operation, TensorSpec
 from autofuse.ir.optable import OpKind, info
 from autofuse.ir.records import Bucket
 from autofuse.ir.shape import evaluate
@@ -30,10 +39,11 @@ from autofuse.strategies.strategy import Part, Strategy, graph_of
 PARTS, WHOLE, TILED, BLOCKS = "parts", "one_kernel", "tiled", "blocks"
 GENERATED = "generated_product"
 GENERATED_ATTENTION = "generated_attention"
-GENERATED_GRADIENTS = "generated_gradients"
+GENERATED_ROWS, GENERATED_GRADIENTS = "generated_convolution_rows", "generated_gradients"
 GENERATED_CONVOLUTION, LAST_GENERATED = "generated_convolution", f"{LAST}_generated"
 LEAST_FLOPS = 2e6  # of a matmul, which takes some 20 us: with fewer, the Python cost of a call decides
 MOST_CUTS = 2  # cuts of one kernel that are measured: those with the fewest bytes between the two sides
+LEAST_CHANNELS = 4  # of images: with fewer, most lanes of a vector, or of a sum's time, would be wasted
 LEAST_SIDE = 2  # operations on the smaller side of a cut
 
 
@@ -58,6 +68,7 @@ def generated_strategies(form: NodeForm) -> list[Strategy]:
         *matmul_strategies(form),
         *sdpa_strategies(form),
         *convolution_strategies(form),
+        *row_convolution_strategies(form),
         *gradient_strategies(form),
     ]
 
@@ -78,6 +89,7 @@ def generated_names(form: NodeForm) -> tuple[str, ...]:
                 *row_block_strategies(form),
                 *sdpa_strategies(form),
                 *convolution_strategies(form),
+                *row_convolution_strategies(form),
                 *gradient_strategies(form),
             )
         ]
@@ -136,12 +148,33 @@ def convolution_strategies(form: NodeForm) -> list[Strategy]:
     return [Strategy(name, made, parts, f"generated convolutions, {lying}the rest in kernels of their own")]
 
 
+def row_convolution_strategies(form: NodeForm) -> list[Strategy]:
+    """The strategy with convolutions in C of images that lie row by row; none where all lie channels last."""
+    convolutions = [op for op in form.operations if op.short_name in CONVOLUTIONS]
+    graph = graph_of(form) if convolutions else None
+    printed = [
+        op
+        for op in convolutions
+        if graph and _is(CONVOLUTION_ROWS, build_node(graph, [op]).form) and _has_channels(graph.spec(op.args[1]))
+    ]
+    if not printed:
+        return []
+    parts = (*(Part((op.name,), CONVOLUTION_ROWS) for op in printed), *_parts(form))
+    detail = "generated convolutions of images row by row, the rest in kernels of their own"
+    return [Strategy(GENERATED_ROWS, form, parts, detail)]
+
+
 def gradient_strategies(form: NodeForm) -> list[Strategy]:
     """The strategy with a convolution's gradients printed in C in place of the library's."""
-    if not _is(CONVOLUTION_BACKWARD, form):
+    if not _is(CONVOLUTION_BACKWARD, form) or not _has_channels(form.spec(form.operations[0].args[2])):
         return []
     part = Part((form.operations[0].name,), CONVOLUTION_BACKWARD)
     return [Strategy(GENERATED_GRADIENTS, form, (part,), "generated gradients of a convolution")]
+
+
+def _has_channels(weight: TensorSpec) -> bool:
+    """Whether a weight, [N, C, H, W], has so many channels that a generated convolution may be as fast as a library's."""
+    return int(weight.shape[1]) >= LEAST_CHANNELS
 
 
 def _plain(op: Operation) -> Operation:

@@ -22,6 +22,7 @@ from autofuse.strategies.channels_last import CONVOLUTIONS, DEEPEST_NET, LARGEST
 from autofuse.strategies.enumeration import (
     GENERATED,
     GENERATED_CONVOLUTION,
+    GENERATED_ROWS,
     LEAST_FLOPS,
     TILED,
     generated_names,
@@ -212,7 +213,7 @@ class _Finder:
             names_of_ways += generated_names(node.form)
         elif tiles_of(node.form) is not None:
             names_of_ways.append(TILED)
-        alone = {*LONE, GENERATED, GENERATED_CONVOLUTION}
+        alone = {*LONE, GENERATED, GENERATED_CONVOLUTION, GENERATED_ROWS}
         if not names_of_ways or (len(node.kernels) > 1 and {*names_of_ways} <= alone):
             return  # the matmul alone has the same strategies, and its readers' node is tuned too
         members = tuple(sorted({self.home[n] for n in names if n in self.home}))

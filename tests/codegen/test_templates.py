@@ -18,6 +18,7 @@ from autofuse.codegen.templates import (
     ATTENTION,
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
+    CONVOLUTION_ROWS,
     LOOP,
     MATMUL,
     Template,
@@ -38,7 +39,7 @@ FORM = CASES["add_bias_gelu"].form()
 @pytest.mark.parametrize(
     ("found", "names"),
     [
-        (C_TEMPLATES, (MATMUL, ATTENTION, CONVOLUTION, CONVOLUTION_BACKWARD, LOOP)),
+        (C_TEMPLATES, (MATMUL, ATTENTION, CONVOLUTION, CONVOLUTION_ROWS, CONVOLUTION_BACKWARD, LOOP)),
         (TRITON_TEMPLATES, (MATMUL, ATTENTION, LOOP)),
     ],
     ids=["c", "triton"],
@@ -48,6 +49,7 @@ def test_tables_name_what_is_stored_and_end_with_loops(found: templates.Table[An
         "matmul",
         "attention",
         "convolution",
+        "convolution_rows",
         "convolution_backward",
         "loop",
     }

@@ -158,3 +158,22 @@ def test_what_is_folded_is_one_for_all_callables_of_a_place() -> None:
                 torch.testing.assert_close(call(*order), module(x), rtol=1e-4, atol=1e-5)
             module.conv.weight.data.add_(0.25)
         assert [*kept.values()] == [folded]
+
+
+@pytest.mark.parametrize(
+    ("channels", "names"),
+    [
+        (16, {"forward": ["parts", "generated_convolution_rows"], "backward": ["parts", "generated_gradients"]}),
+        (3, {"forward": [], "backward": []}),  # those of a photo would leave most of a vector empty
+    ],
+)
+def test_a_convolution_and_its_gradients_are_groups_of_their_own(channels: int, names: dict[str, list[str]]) -> None:
+    module = nn.Conv2d(channels, 8, 3, stride=2, padding=1)
+    x = torch.randn(3, channels, 9, 11, requires_grad=True)
+    for planned in plan(lambda x: module(x).sin(), [x], [(0, 0)]):
+        found = [strategy for group in planned.groups for strategy in strategies_of(group.node.form)]
+        assert [kind.name for kind in found] == names[planned.phase]
+        for group in planned.groups:
+            for kind in strategies_of(group.node.form):
+                check(group.node.form, kind, [(1,), (5,)])
+                check(group.node.form, kind, [(3,)], ("large", "zeros"))

@@ -7,10 +7,7 @@ over taps of sums over at most 224 channels, each in order; whatever the number 
 eager where a window may be outside of the image and a gradient or a weight is not finite, because libraries differ in
 whether they multiply such numbers with zeros. Memory for copies is bounded: images are worked off in groups.
 
-How: for each tap of the window, a list of pairs says which pixel of the result read which pixel of the image. Along the
-pairs, the weight's gradient is a matmul of the gradients and the images, and the images' gradient one of the gradients
-and the weight. Taps outside of the image are in no list, so they cost nothing: on an image of 2 x 2 pixels a library's
-3 x 3 convolution multiplies 36 pixels for every 16 that exist.
+Why: see `convolution_pairs`.
 """
 
 from __future__ import annotations
@@ -19,18 +16,18 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autofuse.codegen.c.printer import INCLUDES, CSource
-from autofuse.codegen.c.register_transpose import TURN
-from autofuse.codegen.c.templates.common import fill, header, pointer_of, size_macros, spec_of, tile_of
-from autofuse.codegen.c.templates.convolution import MOST_TAPS, last_strides, pair_of, tile_knob
+from autofuse.codegen.c.printer import CSource
+from autofuse.codegen.c.templates.common import fill, header, pointer_of, spec_of, tile_of
+from autofuse.codegen.c.templates.convolution import MOST_TAPS, pair_of, tile_knob
+from autofuse.codegen.c.templates.convolution_pairs import PAIRS, is_last, remainder_tiles, sizes_text
 from autofuse.codegen.knobs import Knob, Sizes, default_config
 from autofuse.codegen.templates import CONVOLUTION_BACKWARD as NAME
 from autofuse.codegen.templates import Template
 from autofuse.errors import LoweringError
-from autofuse.ir.operation import NodeForm, TensorSpec
+from autofuse.ir.operation import NodeForm
 from autofuse.ir.optable import CONVOLUTION_BACKWARD
 from autofuse.ir.records import Config
-from autofuse.ir.shape import Dim, contiguous_strides
+from autofuse.ir.shape import Dim
 
 RESULTS = ("images", "weight", "bias")
 
@@ -52,6 +49,10 @@ class ConvolutionBackward:
     @property
     def taps(self) -> int:
         return self.window[0] * self.window[1]
+
+    @property
+    def pairs(self) -> dict[str, tuple[int, int]]:
+        return {"WINDOW": self.window, "STRIDE": self.stride, "PADDING": self.padding, "DILATION": self.dilation}
 
     @property
     def is_even(self) -> bool:
@@ -83,7 +84,7 @@ def plan_convolution_backward(form: NodeForm) -> ConvolutionBackward:
     return ConvolutionBackward(
         (pointer_of(form, op.args[0]), pointer_of(form, op.args[1]), pointer_of(form, op.args[2])),
         results,
-        {name: _is_last(name, spec) for name, spec in specs.items() if name != "bias"},
+        {name: is_last(name, spec) for name, spec in specs.items() if name != "bias"},
         tuple(specs["image"].shape),
         tuple(specs["gradient"].shape),
         window,
@@ -91,15 +92,6 @@ def plan_convolution_backward(form: NodeForm) -> ConvolutionBackward:
         pair_of("padding", op.args[5]),
         pair_of("dilation", op.args[6]),
     )
-
-
-def _is_last(name: str, spec: TensorSpec) -> bool:
-    """Whether a tensor's channels lie side by side. Raises LoweringError where it is not dense."""
-    if tuple(spec.strides) == tuple(contiguous_strides(spec.shape.dims)):
-        return False
-    if tuple(spec.strides) == last_strides(spec.shape.dims):
-        return True
-    raise LoweringError("layout", f"expected a dense {name}, row by row or channels last, found {spec.strides}")
 
 
 def convolution_backward_knobs(form: NodeForm, *_sizes: Sizes | None) -> tuple[Knob, ...]:
@@ -123,81 +115,39 @@ def print_convolution_backward(form: NodeForm, config: Config, constants: Mappin
         "ROWS": str(tile_rows),
         "VECTORS": str(vectors),
         "WIDTH": str(bits // 32),
-        "SIZES": "\n".join(_sizes(form, made, known)),
+        "SIZES": sizes_text(form, known, made.images, made.gradient, made.pairs),
+        "ROLES": _ROLES,
         "GRADIENT": str(gradient),
         "IMAGE": str(image),
         "WEIGHT": str(weight),
         "IS_EVEN": str(int(made.is_even)),
-        "WEIGHT_TILES": _remainders(tile_rows, "AF_WEIGHT_TILE"),
-        "IMAGE_TILES": _remainders(tile_rows, "AF_IMAGE_TILE"),
+        "IS_CHECKED": str(int(not made.is_even)),
+        "MADE_LAST": str(int(made.is_last.get("images", False))),
+        "WEIGHT_TILES": remainder_tiles(tile_rows, "AF_WEIGHT_TILE"),
+        "PIXEL_TILES": remainder_tiles(tile_rows, "AF_PIXEL_TILE"),
     }
     for name in RESULTS:
         text[f"HAS_{name.upper()}"] = str(int(name in made.results))
         text[f"TO_{name.upper()}"] = f"ptrs[{made.results[name]}]" if name in made.results else "NULL"
-    for name in ("gradient", "image", "weights", "images", "weight"):
+    for name in ("gradient", "image", "weights", "weight"):
         text[f"{name.upper()}_LAST"] = str(int(made.is_last.get(name, False)))
     return fill("convolution_backward", form, _TEXT, text)
 
 
-def _remainders(tile_rows: int, tile: str) -> str:
-    """C that goes through the rows that fill no whole tile, in smaller ones."""
-    return "\n".join(f"  if (left & {n}) {{ {tile}({n}); at += {n}; }}" for n in (16, 8, 4, 2, 1) if n < tile_rows)
-
-
-def _sizes(form: NodeForm, made: ConvolutionBackward, known: Mapping[str, int]) -> list[str]:
-    """Sizes as macros; those that do not vary are constants wherever they are used."""
-    dims: dict[str, Dim] = {
-        "IMAGES": made.images[0], "C": made.images[1], "HEIGHT": made.images[2], "WIDTH_IN": made.images[3],
-        "N": made.gradient[1], "OUT_HEIGHT": made.gradient[2], "OUT_WIDTH": made.gradient[3],
-    }  # fmt: skip
-    for key, pair in (
-        ("WINDOW", made.window), ("STRIDE", made.stride), ("PADDING", made.padding), ("DILATION", made.dilation)
-    ):  # fmt: skip
-        dims |= {f"{key}_Y": pair[0], f"{key}_X": pair[1]}
-    return size_macros(form, known, dims)
-
+_ROLES = """
+#define AF_DEEP AF_N
+#define AF_LANES AF_C
+#define AF_PIXELS AF_IN
+#define AF_READ out
+#define AF_MADE in
+#define AF_DEEP_STEP (AF_C * AF_TAPS)
+#define AF_LANE_STEP AF_TAPS
+"""
 
 _TEXT = (
     "/* @HEADER@ */\n"
-    + INCLUDES
+    + PAIRS
     + """
-@SIZES@
-#define AF_TAPS (AF_WINDOW_Y * AF_WINDOW_X)
-#define AF_IN (AF_HEIGHT * AF_WIDTH_IN)       /* pixels of an image */
-#define AF_OUT (AF_OUT_HEIGHT * AF_OUT_WIDTH) /* and of its gradient */
-enum { AF_ROWS = @ROWS@, AF_VECTORS = @VECTORS@, AF_WIDTH = @WIDTH@, AF_COLS = AF_VECTORS * AF_WIDTH };
-/* From one tap to the next in a panel: no power of two, or all taps of a channel would share a place in the caches. */
-#define AF_TAP (AF_N * AF_COLS + AF_WIDTH)
-enum { AF_LIST = 256, AF_DEPTH = 224, AF_TASKS = 4, AF_SERIAL_BELOW = 1 << 19, AF_GROUP = 1 << 21 };
-"""
-    + TURN
-    + """
-/* For one tap, which pixels of the gradient were made from which of the images. */
-typedef struct {
-  int64_t count;
-  int32_t out[AF_LIST + 1], in[AF_LIST + 1];
-} af_pairs;
-
-static void af_find(
-    const int64_t* const sizes, const int64_t first, const int64_t count, const int64_t ty, const int64_t tx,
-    af_pairs* const pairs) {
-  (void)sizes;
-  int64_t ox = first % AF_OUT_WIDTH, oy = first / AF_OUT_WIDTH % AF_OUT_HEIGHT, image = first / AF_OUT * AF_IN;
-  int64_t found = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t y = oy * AF_STRIDE_Y - AF_PADDING_Y + ty * AF_DILATION_Y;
-    const int64_t x = ox * AF_STRIDE_X - AF_PADDING_X + tx * AF_DILATION_X;
-    pairs->out[found] = (int32_t)(first + i);
-    pairs->in[found] = (int32_t)(image + y * AF_WIDTH_IN + x);
-    found += ((uint64_t)y < (uint64_t)AF_HEIGHT) & ((uint64_t)x < (uint64_t)AF_WIDTH_IN);
-    if (++ox == AF_OUT_WIDTH) {
-      ox = 0;
-      if (++oy == AF_OUT_HEIGHT) oy = 0, image += AF_IN;
-    }
-  }
-  pairs->count = found;
-}
-
 /* The channels of a panel, pixel by pixel. */
 static void af_pack_image(
     const int64_t* const sizes, float* const to, const float* const from, const int64_t channels) {
@@ -209,16 +159,6 @@ static void af_pack_image(
 #endif
   if (channels < AF_COLS)
     for (int64_t p = 0; p < AF_IN; ++p) memset(to + p * AF_COLS + channels, 0, 4 * (AF_COLS - channels));
-}
-
-static int af_is_finite(const float* const numbers, const int64_t count) {
-  af_vec odd = {0};
-  int64_t i = 0;
-  for (; i + AF_WIDTH <= count; i += AF_WIDTH) odd += *(const af_vec*)(numbers + i) * 0.0f;
-  float rest = 0.0f;
-  for (; i < count; ++i) rest += numbers[i] * 0.0f;
-  for (int k = 0; k < AF_WIDTH; ++k) rest += odd[k];
-  return rest == 0.0f;
 }
 
 /* sums[i][c] += the sum over the pairs of gradient[pixel][i] times image[pixel][c]. */
@@ -248,38 +188,6 @@ static inline __attribute__((always_inline)) void af_weight_tile(
     for (int j = 0; j < AF_VECTORS; ++j) *(af_vec*)(sums + i * AF_COLS + j * AF_WIDTH) += sum[i][j];
 }
 
-/* image[pixel][c] += the sum over n of gradient[pixel][n] times weight[n][c], for `rows` pairs. */
-static inline __attribute__((always_inline)) void af_image_tile(
-    const int64_t* const sizes, const int rows, const int32_t* const out, const int32_t* const in,
-    const float* restrict const gradient, const float* restrict const weight, const int64_t depth,
-    float* restrict const image) {
-  (void)sizes;
-  af_vec sum[AF_ROWS][AF_VECTORS];
-  const float* at[AF_ROWS];
-#pragma GCC unroll 32
-  for (int i = 0; i < rows; ++i) {
-    at[i] = gradient + (int64_t)out[i] * AF_N;
-#pragma GCC unroll 8
-    for (int j = 0; j < AF_VECTORS; ++j) sum[i][j] = (af_vec){0};
-  }
-  for (int64_t n = 0; n < depth; ++n) {
-    af_vec right[AF_VECTORS];
-#pragma GCC unroll 8
-    for (int j = 0; j < AF_VECTORS; ++j) right[j] = *(const af_vec*)(weight + n * AF_COLS + j * AF_WIDTH);
-#pragma GCC unroll 32
-    for (int i = 0; i < rows; ++i) {
-      const float left = at[i][n];
-#pragma GCC unroll 8
-      for (int j = 0; j < AF_VECTORS; ++j) sum[i][j] += left * right[j];
-    }
-  }
-#pragma GCC unroll 32
-  for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < AF_VECTORS; ++j)
-      *(af_vec*)(image + (int64_t)in[i] * AF_COLS + j * AF_WIDTH) += sum[i][j];
-}
-
 #define AF_WEIGHT_TILE(n) af_weight_tile(sizes, n, pairs, gradient + at, image, sums + at * AF_COLS)
 static __attribute__((noinline)) void af_weight_rows(
     const int64_t* const sizes, const int64_t rows, const af_pairs* const pairs, const float* const gradient,
@@ -291,51 +199,7 @@ static __attribute__((noinline)) void af_weight_rows(
   (void)left;
 }
 
-#define AF_IMAGE_TILE(n) \\
-  af_image_tile(sizes, n, pairs->out + at, pairs->in + at, gradient, weight, depth, image)
-static __attribute__((noinline)) void af_image_rows(
-    const int64_t* const sizes, const af_pairs* const pairs, const float* const gradient, const float* const weight,
-    const int64_t depth, float* const image) {
-  int64_t at = 0;
-  for (; at + AF_ROWS <= pairs->count; at += AF_ROWS) AF_IMAGE_TILE(AF_ROWS);
-  const int64_t left = pairs->count - at;
-@IMAGE_TILES@
-  (void)left;
-}
-
-/* For channel n of the gradient a vector of the images' channels: weights into a panel, or sums into the result. A
-   window has few taps, so that `af_turn` would move them one by one. */
-static void af_pack(
-    const int64_t* const sizes, float* const to, const float* const weight, const int64_t n, const int64_t channel) {
-  (void)sizes;
-  const int64_t left = AF_C - channel, count = left < 0 ? 0 : left < AF_WIDTH ? left : AF_WIDTH;
-  for (int64_t tap = 0; tap < AF_TAPS; tap += @WEIGHTS_LAST@ ? 1 : AF_WIDTH) {
-    float* const at = to + tap * AF_TAP;
-#if @WEIGHTS_LAST@
-    memset(at, 0, 4 * AF_WIDTH);
-    memcpy(at, weight + (n * AF_TAPS + tap) * AF_C + channel, 4 * count);
-#else
-    const int64_t taps = AF_TAPS - tap < AF_WIDTH ? AF_TAPS - tap : AF_WIDTH;
-    const float* const from = weight + (n * AF_C + channel) * AF_TAPS + tap;
-    if (taps * 4 <= AF_WIDTH) {
-      for (int64_t t = 0; t < taps; ++t)
-        for (int64_t k = 0; k < AF_WIDTH; ++k) at[t * AF_TAP + k] = k < count ? from[k * AF_TAPS + t] : 0.0f;
-      continue;
-    }
-    /* Whole vectors are read, as long as there is a tensor to read: what belongs to the next channel is not written. */
-    const int64_t rest = (AF_N * AF_C - n * AF_C - channel) * AF_TAPS - tap;
-    af_vec square[AF_WIDTH];
-    for (int k = 0; k < AF_WIDTH; ++k) {
-      square[k] = (af_vec){0};
-      if (k < count && k * AF_TAPS + AF_WIDTH <= rest) square[k] = *(const af_vec*)(from + k * AF_TAPS);
-      else if (k < count) memcpy(&square[k], from + k * AF_TAPS, 4 * taps);
-    }
-    af_turn_square(square);
-    for (int64_t k = 0; k < taps; ++k) *(af_vec*)(at + k * AF_TAP) = square[k];
-#endif
-  }
-}
-
+/* A vector of sums of channel n of the gradient, tap by tap, into the weight's gradient. */
 static void af_unpack(
     const int64_t* const sizes, float* const weight, const float* const sums, const int64_t n, const int64_t channel,
     const int is_first) {
@@ -399,46 +263,6 @@ static void af_weight_task(
   for (int64_t n = 0; n < rows; ++n)
     for (int64_t c = 0; c < AF_COLS; c += AF_WIDTH)
       af_unpack(sizes, to, sums + n * AF_COLS + c, first + n, panel * AF_COLS + c, is_first);
-}
-
-/* The gradient of some images, of the channels of a panel; `to`: the result, of the first image of the group. `memory`
-   is a thread's: the weights, [tap][n][c], and the images, [pixel][c]. */
-static int af_image_task(
-    const int64_t* const sizes, const af_copies* const copies, float* const memory, const float* const weights,
-    const int64_t panel, const int64_t first, const int64_t images, float* const to) {
-  float* const made = memory + AF_TAPS * AF_TAP;
-  for (int64_t n = 0; n < AF_N; ++n)
-    for (int64_t c = 0; c < AF_COLS; c += AF_WIDTH)
-      af_pack(sizes, memory + n * AF_COLS + c, weights, n, panel * AF_COLS + c);
-#if !@IS_EVEN@
-  for (int64_t tap = 0; tap < AF_TAPS; ++tap)
-    if (!af_is_finite(memory + tap * AF_TAP, AF_N * AF_COLS)) return -3;
-#endif
-  memset(made, 0, 4 * images * AF_IN * AF_COLS);
-  const int64_t blocks = (AF_N + AF_DEPTH - 1) / AF_DEPTH, most = (AF_N + blocks - 1) / blocks;
-  const int64_t end = (first + images) * AF_OUT;
-  af_pairs pairs;
-  for (int64_t from = first * AF_OUT, count; from < end; from += count) {
-    count = AF_LIST - from % AF_LIST;  /* lists end where they would without parts, so that sums stay the same */
-    if (count > end - from) count = end - from;
-    for (int64_t tap = 0; tap < AF_TAPS; ++tap) {
-      af_find(sizes, from, count, tap / AF_WINDOW_X, tap % AF_WINDOW_X, &pairs);
-      for (int64_t n = 0; n < AF_N; n += most)
-        af_image_rows(sizes, &pairs, copies->gradients + n, memory + tap * AF_TAP + n * AF_COLS,
-                      AF_N - n < most ? AF_N - n : most, made - first * AF_IN * AF_COLS);
-    }
-  }
-  const int64_t channel = panel * AF_COLS, channels = AF_C - channel < AF_COLS ? AF_C - channel : AF_COLS;
-  for (int64_t i = 0; i < images; ++i) {
-    const float* const from = made + i * AF_IN * AF_COLS;
-#if @IMAGES_LAST@
-    for (int64_t p = 0; p < AF_IN; ++p)
-      memcpy(to + ((first + i) * AF_IN + p) * AF_C + channel, from + p * AF_COLS, 4 * channels);
-#else
-    af_turn(to + ((first + i) * AF_C + channel) * AF_IN, AF_IN, from, AF_COLS, channels, AF_IN);
-#endif
-  }
-  return 0;
 }
 
 static int @NAME@(const int64_t* const sizes, void** const ptrs) {
@@ -528,7 +352,7 @@ static int @NAME@(const int64_t* const sizes, void** const ptrs) {
 #if @HAS_IMAGES@
       if (task < weight_tasks + image_tasks) {
         const int64_t at = task - weight_tasks, from = at / panels * some, left = count - from;
-        if (af_image_task(sizes, &copies, mine, weight, at % panels, from, left < some ? left : some,
+        if (af_pixel_task(sizes, copies.gradients, mine, weight, NULL, at % panels, from, left < some ? left : some,
                           to_images + first * AF_C * AF_IN)) {
 #ifdef _OPENMP
 #pragma omp atomic write

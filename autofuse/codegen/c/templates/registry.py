@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from autofuse.codegen.c.printer import CSource
-from autofuse.codegen.c.templates import attention, convolution, convolution_backward, loop, matmul
+from autofuse.codegen.c.templates import attention, convolution, convolution_backward, convolution_rows, loop, matmul
 from autofuse.codegen.templates import Table, table
 
 C_TEMPLATES: Table[CSource] = table(
-    matmul.TEMPLATE, attention.TEMPLATE, convolution.TEMPLATE, convolution_backward.TEMPLATE, loop.TEMPLATE
+    matmul.TEMPLATE,
+    attention.TEMPLATE,
+    convolution.TEMPLATE,
+    convolution_rows.TEMPLATE,
+    convolution_backward.TEMPLATE,
+    loop.TEMPLATE,
 )
