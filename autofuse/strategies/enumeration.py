@@ -173,7 +173,7 @@ def gradient_strategies(form: NodeForm) -> list[Strategy]:
 
 
 def _has_channels(weight: TensorSpec) -> bool:
-    """Whether a weight, [N, C, H, W], has so many channels that a generated convolution may be as fast as a library's."""
+    """Whether a weight, [N, C, H, W], has channels enough for a generated convolution as fast as a library's."""
     return int(weight.shape[1]) >= LEAST_CHANNELS
 
 

@@ -39,7 +39,7 @@ class Slot(NamedTuple):
 
 
 SLOTS: dict[tuple[type[Reason], ...], tuple[Slot, ...]] = {
-    (LoweringReason,): (Slot("LoweringError(0)"), Slot("_pair(0)", "codegen/c/templates/convolution.py")),
+    (LoweringReason,): (Slot("LoweringError(0)"), Slot("pair_of(0)", "codegen/c/templates/")),
     (RefusalReason, LoweringReason): (
         *(Slot("Refusal(0)"), Slot("Refusal(code=)"), Slot("_refuse(0)", "fusion/analyzer.py")),
         *(Slot("return _why_not", "fusion/analyzer.py"), Slot("return _problem", "fusion/analyzer.py")),
