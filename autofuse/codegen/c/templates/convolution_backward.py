@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from autofuse.codegen.c.printer import CSource
 from autofuse.codegen.c.templates.common import fill, header, pointer_of, spec_of, tile_of
-from autofuse.codegen.c.templates.convolution import MOST_TAPS, pair_of, tile_knob
-from autofuse.codegen.c.templates.convolution_pairs import PAIRS, is_last, remainder_tiles, sizes_text
+from autofuse.codegen.c.templates.convolution import pair_of, tile_knob
+from autofuse.codegen.c.templates.convolution_pairs import PAIRS, check_panel, is_last, remainder_tiles, sizes_text
 from autofuse.codegen.knobs import Knob, Sizes, default_config
 from autofuse.codegen.templates import CONVOLUTION_BACKWARD as NAME
 from autofuse.codegen.templates import Template
@@ -79,8 +79,7 @@ def plan_convolution_backward(form: NodeForm) -> ConvolutionBackward:
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise LoweringError("size", f"expected a weight of known size, found {specs['weights'].shape}")
     window = (int(sizes[2]), int(sizes[3]))
-    if window[0] * window[1] > MOST_TAPS:
-        raise LoweringError("window", f"expected windows of at most {MOST_TAPS} elements, found {window}")
+    check_panel(window, int(sizes[0]))
     return ConvolutionBackward(
         (pointer_of(form, op.args[0]), pointer_of(form, op.args[1]), pointer_of(form, op.args[2])),
         results,

@@ -23,6 +23,7 @@ from autofuse.ir.operation import NodeForm, TensorSpec
 from autofuse.ir.shape import Dim, contiguous_strides
 
 Pair = tuple[int, int]
+LARGEST_PANEL = 1 << 16  # taps times channels that are summed over: a thread's memory has as many rows of lanes
 
 
 def is_last(name: str, spec: TensorSpec) -> bool:
@@ -32,6 +33,15 @@ def is_last(name: str, spec: TensorSpec) -> bool:
     if tuple(spec.strides) == last_strides(spec.shape.dims):
         return True
     raise LoweringError("layout", f"expected a dense {name}, row by row or channels last, found {spec.strides}")
+
+
+def check_panel(window: Pair, channels: int) -> None:
+    """Raises LoweringError where a panel of weights would be too large for caches, and for the memory of threads."""
+    most = LARGEST_PANEL // channels
+    if window[0] * window[1] > most:
+        raise LoweringError(
+            "window", f"expected windows of at most {most} elements for {channels} channels, found {window}"
+        )
 
 
 def sizes_text(
@@ -65,7 +75,7 @@ PAIRS = (
 enum { AF_ROWS = @ROWS@, AF_VECTORS = @VECTORS@, AF_WIDTH = @WIDTH@, AF_COLS = AF_VECTORS * AF_WIDTH };
 /* From one tap to the next in a panel: no power of two, or all taps of a channel would share a place in the caches. */
 #define AF_TAP (AF_DEEP * AF_COLS + AF_WIDTH)
-enum { AF_LIST = 256, AF_DEPTH = 224, AF_TASKS = 4, AF_SERIAL_BELOW = 1 << 19, AF_GROUP = 1 << 21 };
+enum { AF_LIST = 256, AF_DEPTH = 224, AF_TASKS = 2, AF_SERIAL_BELOW = 1 << 19, AF_GROUP = 1 << 21 };
 """
     + TURN
     + """

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from autofuse.codegen.c.printer import CSource
 from autofuse.codegen.c.templates.common import bias_of, bias_text, fill, header, pointer_of, spec_of, tile_of
-from autofuse.codegen.c.templates.convolution import MOST_TAPS, pair_of, tile_knob
-from autofuse.codegen.c.templates.convolution_pairs import PAIRS, is_last, remainder_tiles, sizes_text
+from autofuse.codegen.c.templates.convolution import pair_of, tile_knob
+from autofuse.codegen.c.templates.convolution_pairs import PAIRS, check_panel, is_last, remainder_tiles, sizes_text
 from autofuse.codegen.knobs import Knob, Sizes, default_config
 from autofuse.codegen.templates import CONVOLUTION_ROWS as NAME
 from autofuse.codegen.templates import Template
@@ -55,8 +55,7 @@ def plan_convolution_rows(form: NodeForm) -> ConvolutionRows:
     if not all(isinstance(size, int) and size > 0 for size in (cols, *sizes)):
         raise LoweringError("size", f"expected a weight of known size, found {weight.shape}")
     window = (int(sizes[1]), int(sizes[2]))
-    if window[0] * window[1] > MOST_TAPS:
-        raise LoweringError("window", f"expected windows of at most {MOST_TAPS} elements, found {window}")
+    check_panel(window, int(sizes[0]))
     if is_last("weight", weight):
         raise LoweringError("weight", f"expected a weight whose taps lie side by side, found {weight.strides}")
     lies = is_last("image", image), is_last("result", result)

@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[NodeForm, str]] = {
     "all channels last": (convolution(8, 12), "layout"),
     "weight channels last": (respecced(PLAIN, 1, spec((12, 8, 3, 3), True)), "weight"),
     "channels that vary": (respecced(PLAIN, 1, spec((12, HEIGHT, 3, 3), False)), "size"),
-    "huge windows": (respecced(PLAIN, 1, spec((12, 8, 30, 30), False)), "window"),
+    "huge windows": (respecced(PLAIN, 1, spec((12, 8, 100, 100), False)), "window"),
     "a part of larger images": (
         respecced(PLAIN, 0, replace(PLAIN.inputs[0].spec, strides=spec((BATCH, 9, HEIGHT, WIDTH), False).strides)),
         "layout",
