@@ -20,9 +20,11 @@ from autofuse.errors import FusionError
 from autofuse.fusion.iteration_space import IterationSpace, Level, is_constant, iteration_space_of, with_parts
 from autofuse.fusion.outside_loops import Kernel, Outside, find_outside
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef, map_arg
-from autofuse.ir.optable import FUSIBLE, VIEWS, OpKind, info, is_move, stands_beside
+from autofuse.ir.optable import CONVOLUTION, CONVOLUTION_BACKWARD, FUSIBLE, VIEWS, OpKind, info, is_move, stands_beside
 from autofuse.ir.parts import cuts_of, independent_parts
 from autofuse.ir.shape import Dim, SymbolicShape, as_dim, evaluate, free_symbols, symbol
+
+_WINDOWS = frozenset([CONVOLUTION, CONVOLUTION_BACKWARD])
 
 
 class FusionNode:
@@ -214,8 +216,8 @@ class FusionNode:
 
     @property
     def reads_windows(self) -> bool:
-        """Whether sizes of its outputs are rounded quotients of its inputs', as where windows go in strides."""
-        return any(info(op.target).kind is OpKind.POOLING for op in self.operations)
+        """Whether sizes of its outputs, or inputs, are rounded quotients of others, as where windows go in strides."""
+        return any(info(op.target).kind is OpKind.POOLING or op.target in _WINDOWS for op in self.operations)
 
     def validate_fusion(self) -> bool:
         """Whether the node is sound; never raises. With ``run.check`` the planner asks it of every node it accepts."""
