@@ -11,11 +11,16 @@ import functools
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.ctx_manager import GradModeVariable
+from torch._guards import CompileContext
 from torch.fx import _symbolic_trace
 
 from autofuse.preserve_rng import is_only_thread
@@ -155,3 +160,39 @@ def _keep_draws_of_others(trace_frame: Callable[..., Any]) -> None:
 
 if hasattr(torch._dynamo.convert_frame, "trace_frame"):
     _keep_draws_of_others(torch._dynamo.convert_frame.trace_frame)
+
+
+def _contexts_that_begin_when_entered(reconstruct: Callable[..., None]) -> None:
+    """Before a graph break, Dynamo makes ``torch.no_grad()`` again as ``torch.set_grad_enabled(False)``, which switches
+    gradients off at once, and for good where the context decorates a function."""
+
+    def remade(variable: GradModeVariable, codegen: Any) -> None:
+        if not not_of_our_traces.is_active or len(variable.target_values) != 1:
+            reconstruct(variable, codegen)
+            return
+        name = "enable_grad" if variable.target_values[0] else "no_grad"
+        codegen.add_push_null(lambda: codegen(AttrSource(codegen.tx.import_source("torch"), name)))
+        codegen.extend_output(create_call_function(0, False))
+
+    GradModeVariable.reconstruct = remade
+
+
+_contexts_that_begin_when_entered(GradModeVariable.reconstruct)
+
+
+# Beginnings of what torch warns of because it traces: it makes tensors of arrays of numpy and copies them, and it
+# traces backward graphs in anomaly mode, which tells of each that fails.
+_OF_TRACES = ("To copy construct from a tensor, it is recommended", "Error detected in ")
+
+
+def _show_no_warnings_of_traces(show: Callable[[warnings.WarningMessage], None]) -> None:
+    def show_message(message: warnings.WarningMessage) -> None:
+        is_of_trace = not_of_our_traces.is_active and CompileContext.try_get() is not None
+        if not is_of_trace or not str(message.message).startswith(_OF_TRACES):
+            show(message)
+
+    warnings._showwarnmsg = show_message  # type: ignore[attr-defined]
+
+
+if hasattr(warnings, "_showwarnmsg"):
+    _show_no_warnings_of_traces(warnings._showwarnmsg)

@@ -295,6 +295,8 @@ def _problem(node: fx.Node) -> str:
     """Why a node may be compiled otherwise though its graph is the same; "" where it cannot."""
     if node.op == "call_module":
         return "a module that is called as a whole"
+    if isinstance(node.meta.get("example_value"), torch.SymFloat):
+        return "a number of the script's: what was computed from it may be a constant of the graph, which guards tell"
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"{target}: checkpoints, branches, autograd functions and kernels of the script's own"

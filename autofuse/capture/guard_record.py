@@ -185,14 +185,20 @@ class _Building(CheckFunctionManager):  # type: ignore[misc]
     torch would invalidate its own cache entry, but here is none: a reused address may mean another object.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, code: types.CodeType, output: OutputGraphCommon, **kwargs: Any) -> None:
         self.known: dict[int, Any] = {}
         self.ties: tuple[int, ...] = ()
-        super().__init__(*args, **kwargs)
+        self._sizes = output.input_source_to_sizes_strides
+        super().__init__(code, output, **kwargs)
 
     def build_guards(self, sorted_guards: list[Guard], *args: Any, **kwargs: Any) -> Any:
         builder, manager = super().build_guards(sorted_guards, *args, **kwargs)
-        tensors = [builder.get(g) for g in sorted_guards if g.create_fn_name() == "TENSOR_MATCH"]
+        of_tensors = [g for g in sorted_guards if g.create_fn_name() == "TENSOR_MATCH"]
+        tensors = [builder.get(g) for g in of_tensors]
+        for guard, tensor in zip(of_tensors, tensors, strict=True):  # torch takes the number of dims from the tensor
+            known = self._sizes.get(guard.originating_source)
+            if known is not None and len(known["size"]) != tensor.dim():
+                raise Unknown(f"expected {len(known['size'])} dims of {guard.name}, found {tensor.dim()}")
         places = [t.untyped_storage()._cdata if t.layout is torch.strided else id(t) for t in tensors]
         addresses = [id(t) for t in tensors]
         self.ties = tuple(itertools.chain(map(addresses.index, addresses), map(places.index, places)))

@@ -83,10 +83,13 @@ class StepTensors:
         return None
 
     def _is_known(self, kept: list[list[Tensor]]) -> bool:
-        if len(self._kept) != len(kept) or not all(
-            all(map(operator.is_, now, [ref() for ref in before])) for now, before in zip(kept, self._kept, strict=True)
-        ):
+        if len(self._kept) != len(kept):
             return False
+        for now, refs in zip(kept, self._kept, strict=True):
+            before = [ref() for ref in refs]
+            # A state of an optimizer that is gone is None, and so is one that a new optimizer has not made yet.
+            if not all(map(operator.is_, now, before)) or any(map(operator.is_, before, itertools.repeat(None))):
+                return False
         same = [[t.data_ptr() for t in listed] for listed in kept] == self.pointers
         return same and [p.numel() for p in kept[0]] == list(self._form.sizes)
 

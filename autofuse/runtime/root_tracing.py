@@ -8,6 +8,7 @@ exception that eager raises as well is the user's own error, not a failed captur
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,7 +130,7 @@ class TracedCalls:
             self._account.note("tracing", self._clock() - began)
             raise
         except Exception as error:
-            is_ours = isinstance(error, capturer.CAPTURE_ERRORS) or capturer.graphs_read() != read
+            is_ours = isinstance(error, capturer.CAPTURE_ERRORS) or capturer.graphs_read() != read or was_ours(error)
             if not is_ours or is_of_handler(error):
                 raise
             failure = error
@@ -194,5 +195,28 @@ def ran_forward(error: BaseException) -> bool:
     return False
 
 
+def was_ours(error: BaseException) -> bool:
+    """Whether this was raised where nothing of the script runs: in Dynamo's tracer, or in a graph of all of a root.
+
+    Eager then tells whether it is the script's own.
+    """
+    trace, is_in_root = error.__traceback__, False
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file.endswith(_TRACER):
+            return True
+        if file.startswith(ROOT_FILE):
+            is_in_root = True
+        elif is_in_root and file.endswith(_GRAPHS):
+            return True
+        elif is_in_root and not file.startswith(_CALLS_GRAPHS):
+            is_in_root = False  # behind a graph break: part of the module's work is done
+        trace = trace.tb_next
+    return False
+
+
+_TRACER = os.path.join("torch", "_dynamo", "convert_frame.py")
+_GRAPHS = os.path.join("autofuse", "runtime", "router.py")
+_CALLS_GRAPHS = tuple(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_", f"autograd{os.sep}"))
 # The traced call handles its own failures.
 _ITS_OWN = {RootTracker.call_original.__code__, TracedCalls.trace.__code__}

@@ -9,6 +9,7 @@ overload.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -61,15 +62,48 @@ _FAST: dict[str, Render] = {
     "aten.tanh.default": _method("tanh"),
     "aten.sigmoid.default": _method("sigmoid"),
     "aten.exp.default": _method("exp"),
-    "aten.add.Tensor": _method("add"),
-    "aten.sub.Tensor": _method("sub"),
-    "aten.mul.Tensor": _method("mul"),
-    "aten.div.Tensor": _method("div"),
+    "aten.add.Tensor": _function("add"),  # a number may come first, which has no such method
+    "aten.sub.Tensor": _function("sub"),
+    "aten.mul.Tensor": _function("mul"),
+    "aten.div.Tensor": _function("div"),
+}
+
+
+def _native_group_norm(x: torch.Tensor, *others: Any) -> Any:
+    """Eager makes the input dense first, which a trace leaves out where its fake tensor was: torch's fake tensors have
+    other strides than the sum of two layouts of one image (torch 2.13)."""
+    return torch.ops.aten.native_group_norm.default(x.contiguous(memory_format=_memory_format(x)), *others)
+
+
+def _native_group_norm_backward(gradient: torch.Tensor, x: torch.Tensor, *others: Any) -> Any:
+    form = _memory_format(x)
+    dense = gradient.contiguous(memory_format=form), x.contiguous(memory_format=form)
+    return torch.ops.aten.native_group_norm_backward.default(*dense, *others)
+
+
+def _memory_format(x: torch.Tensor) -> torch.memory_format:
+    """What eager's kernels take for a tensor's memory format (c10's ``suggest_memory_format``). Unlike
+    ``torch._prims_common.suggest_memory_format``, it looks at the stride of a single image too."""
+    shape, strides, least = x.shape, x.stride(), 0
+    if x.is_contiguous() or x.device.type != "cpu" or x.dim() not in (4, 5) or strides[1] == 0:
+        return torch.contiguous_format
+    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+        if shape[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return torch.contiguous_format
+        least = strides[dim] * max(shape[dim], 1)
+    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+
+
+_MENDED: dict[str, object] = {
+    "aten.native_group_norm.default": _native_group_norm,
+    "aten.native_group_norm_backward.default": _native_group_norm_backward,
 }
 
 
 def overload(target: str) -> object:
     """The callable behind ``namespace.name.overload``."""
+    if target in _MENDED:
+        return _MENDED[target]
     if target == "autofuse.bernoulli_mask.default":
         return bernoulli_mask
     if target == "autofuse.dropout_scale.default":

@@ -71,6 +71,39 @@ def numbers_that_change(run: Run) -> None:
 
 
 @program()
+def numbers_made_of_numbers_that_change(run: Run) -> None:
+    def blend(inner: Any, x: T, share: float) -> T:
+        y = inner(x)
+        return y.mul(share).add_(y.mean(), alpha=1.0 - share).clamp_(max=2.0 - share)
+
+    model = Body(blend)
+    for share in (0.8, 0.84, 0.88, 0.92, 1.5, 0.8, 0.3):
+        x = inputs().requires_grad_()
+        out = model(x, share)
+        out.sum().backward()
+        run.show(f"{share}", out, x.grad)
+
+
+@program()
+def numbers_that_come_first(run: Run) -> None:
+    def sums(inner: Any, x: T) -> T:
+        y = torch.add(0, inner(x))
+        return torch.mul(3, torch.sub(1.5, y)) + torch.div(2.0, y.exp()) + torch.add(x.shape[0], y, alpha=2)
+
+    four_calls(run, Body(sums), inputs())
+
+
+@program(is_kept=True)
+def ranks_that_change(run: Run) -> None:
+    model = nn.Softplus()
+    for shape in ((1,), (1, 1), (), (1,), (), (1, 1)):
+        x = torch.full(shape, 0.5, requires_grad=True)
+        out = model(x)
+        (out * 2).sum().backward()
+        run.show(f"{shape}", out, x.grad)
+
+
+@program()
 def texts_and_flags_that_change(run: Run) -> None:
     model = Optional()
     for mode, flag in (("relu", False), ("relu", True), ("tanh", True), ("relu", False), ("tanh", False)):

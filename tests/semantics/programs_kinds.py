@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -266,6 +267,62 @@ def complex_inputs(run: Run) -> None:
 @program()
 def spectrum(run: Run) -> None:
     four_steps(run, Body(lambda y, x: torch.fft.rfft(y.tanh()).abs().log1p()))
+
+
+@program(differs="the strides are those that torch's fake tensors have", differs_in=("tuned", "grouped"))
+def a_norm_of_two_layouts(run: Run) -> None:
+    """The sum of an image and of a turned sequence: with one image, its strides are not those of a fake tensor."""
+
+    class Encodes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Linear(8, 8)
+
+        def forward(self, x: T) -> T:
+            h = self.first(x)
+            t = self.last(h.flatten(2).transpose(1, 2))
+            return F.silu(self.norm(t.transpose(-1, -2).reshape(h.shape) + h))
+
+    model = Encodes()
+    for images in (1, 1, 2, 1):
+        x = torch.linspace(-1, 1, images * 48).view(images, 3, 4, 4).requires_grad_()
+        out = model(x)
+        out.square().sum().backward()
+        run.show(f"{images}", out, x.grad)
+
+
+@program(comes_to=EAGER)
+def masks_that_are_written_to(run: Run) -> None:
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.embedding = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+        def forward(self, x: T, mask: T) -> T:
+            h = self.inner(x)
+            h[mask] = self.embedding.exp()
+            return h.tanh() * 2
+
+    model = Masks()
+    for rows in (1, 2, 2, 3):
+        out = model(inputs(), torch.arange(4) < rows)
+        out.sum().backward()
+        run.show(f"{rows}", out, model.embedding.grad)
+
+
+@program()
+def arrays_that_become_tensors(run: Run) -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x: T) -> T:
+            mask = np.zeros((4, 6), dtype=bool)
+            mask[np.arange(4), np.arange(4)] = True
+            return self.inner(x).masked_fill(torch.tensor(mask), 0.5).tanh()
+
+    four_steps(run, Drops())
 
 
 @program(comes_to=EAGER)

@@ -54,6 +54,44 @@ def inference_tensors_as_inputs(run: Run) -> None:
 
 
 @program()
+def no_grad_around_a_function(run: Run) -> None:
+    def wrapped(model: nn.Module) -> Any:
+        print("wrapped")  # breaks the graph
+        return lambda x: model(x)
+
+    class Predicts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            model = torch.no_grad()(wrapped(self.net))
+            return torch.stack([model(x) for _ in range(3)]) + self.net(x)
+
+    model = Predicts()
+    for _ in range(4):
+        out = model(inputs())
+        run.show("out", out, torch.is_grad_enabled())
+        out.sum().backward()
+    run.show("grads", gradients(model.net))
+
+
+@program()
+def no_grad_around_a_module(run: Run) -> None:
+    class Predicts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.no_grad()(self.net)(x)
+
+    model = Predicts()
+    for _ in range(4):
+        run.show("out", model(inputs()), torch.is_grad_enabled())
+
+
+@program()
 def no_grad_inside(run: Run) -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
