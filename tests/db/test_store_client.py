@@ -118,7 +118,7 @@ def test_what_ends_the_script_does_not_end_it(client: StoreClient, number: signa
 
 
 BEGIN = """
-import os, signal, sys
+import contextlib, os, signal, sys
 from pathlib import Path
 from autofuse.db.client import StoreClient
 from autofuse.errors import StoreError
@@ -134,9 +134,10 @@ signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 client = StoreClient(Path(sys.argv[1]), 5.0)
 client.data_version()
 for pid in filter(str.isdigit, os.listdir("/proc")):
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        if b"-m\\0autofuse.db.serve" in (line := file.read()) and sys.argv[1].encode() in line:
-            os.kill(int(pid), signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # another process that has ended meanwhile
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            if b"-m\\0autofuse.db.serve" in (line := file.read()) and sys.argv[1].encode() in line:
+                os.kill(int(pid), signal.SIGKILL)
 assert refused() and refused()
 client.close()
 """,
