@@ -76,7 +76,7 @@ def no_grad_around_a_function(run: Run) -> None:
     run.show("grads", gradients(model.net))
 
 
-@program()
+@program(comes_to=EAGER)
 def no_grad_around_a_module(run: Run) -> None:
     class Predicts(nn.Module):
         def __init__(self) -> None:
