@@ -217,6 +217,9 @@ def was_ours(error: BaseException) -> bool:
 
 _TRACER = os.path.join("torch", "_dynamo", "convert_frame.py")
 _GRAPHS = os.path.join("autofuse", "runtime", "router.py")
-_CALLS_GRAPHS = tuple(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_", f"autograd{os.sep}"))
+_CALLS_GRAPHS = (
+    *(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_", f"autograd{os.sep}")),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+)
 # The traced call handles its own failures.
 _ITS_OWN = {RootTracker.call_original.__code__, TracedCalls.trace.__code__}

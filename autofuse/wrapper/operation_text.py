@@ -70,6 +70,7 @@ def dims_text(dims: Sequence[Any]) -> str:
     return "(" + "".join(f"{dim_text(d, PYTHON)}, " for d in dims) + ")"
 
 
+_GIVE_LISTS = frozenset(["split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unbind"])
 # Keywords whose values are torch's, under their names; and overloads that take a dtype by position, and where.
 _NAMED = ("dtype", "memory_format")
 _DTYPE_POSITION = {"_softmax_backward_data": 3, "_log_softmax_backward_data": 3}
@@ -77,7 +78,9 @@ _DTYPE_POSITION = {"_softmax_backward_data": 3, "_log_softmax_backward_data": 3}
 
 def operation_text(op: Operation, form: NodeForm, namespace: dict[str, Any]) -> str:
     """The call of one operation of a form; ``device`` must be known where it runs, and ``namespace`` be its globals."""
-    return render_call(op.target, *arguments_of(op, form), namespace)
+    text = render_call(op.target, *arguments_of(op, form), namespace)
+    # Values are named by the number of results (`value_name`): a split into one part gives a list all the same.
+    return f"{text}[0]" if len(op.outputs) == 1 and op.short_name.removesuffix("_copy") in _GIVE_LISTS else text
 
 
 def arguments_of(op: Operation, form: NodeForm) -> tuple[list[str], dict[str, str]]:

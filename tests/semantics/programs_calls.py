@@ -93,6 +93,22 @@ def numbers_that_come_first(run: Run) -> None:
     four_calls(run, Body(sums), inputs())
 
 
+@program()
+def splits_into_one_part(run: Run) -> None:
+    def parts(inner: Any, x: T) -> T:
+        y = inner(x)
+        (whole,) = y.split(6, dim=1)
+        (row,) = y[:1].unbind(0)
+        return (whole.exp() * 2 + row.sigmoid()).reshape(-1) + torch.cat(y.chunk(1)).tanh().reshape(-1)
+
+    model = Body(parts)
+    for _ in range(4):
+        x = inputs().requires_grad_()
+        out = model(x)
+        out.sum().backward()
+        run.show("out", out, x.grad)
+
+
 @program(is_kept=True)
 def ranks_that_change(run: Run) -> None:
     model = nn.Softplus()
