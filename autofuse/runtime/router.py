@@ -182,7 +182,8 @@ class GraphRouter:
             if not plan.calls:
                 plan.set_calls(tuple(map(_plain, plan.nodes)))
             return plan
-        if not plan.is_resolved:
+        # Without callables where another thread has only begun to resolve it.
+        if not plan.is_resolved or (plan.nodes and not plan.calls):
             plan.is_resolved = True
             self.refresh(plan)
         if self.host.settle_plan(plan):
