@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from autofuse.codegen.c.printer import CSource
 from autofuse.codegen.c.templates.common import fill, header, pointer_of, spec_of, tile_of
 from autofuse.codegen.c.templates.convolution import pair_of, tile_knob
-from autofuse.codegen.c.templates.convolution_pairs import PAIRS, check_panel, is_last, remainder_tiles, sizes_text
+from autofuse.codegen.c.templates.convolution_pairs import PAIRS, is_last, remainder_tiles, sizes_text, window_of
 from autofuse.codegen.knobs import Knob, Sizes, default_config
 from autofuse.codegen.templates import CONVOLUTION_BACKWARD as NAME
 from autofuse.codegen.templates import Template
@@ -75,11 +75,7 @@ def plan_convolution_backward(form: NodeForm) -> ConvolutionBackward:
         raise LoweringError("dtype", f"expected float32, found {', '.join(s.dtype for s in specs.values())}")
     if len(specs["image"].shape) != 4 or op.args[7] or op.args[9] != 1:
         raise LoweringError("kind", "expected images, and neither groups nor a transposed convolution")
-    sizes = specs["weights"].shape.dims
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise LoweringError("size", f"expected a weight of known size, found {specs['weights'].shape}")
-    window = (int(sizes[2]), int(sizes[3]))
-    check_panel(window, int(sizes[0]))
+    window = window_of(specs["weights"], 0)
     return ConvolutionBackward(
         (pointer_of(form, op.args[0]), pointer_of(form, op.args[1]), pointer_of(form, op.args[2])),
         results,

@@ -35,13 +35,21 @@ def is_last(name: str, spec: TensorSpec) -> bool:
     raise LoweringError("layout", f"expected a dense {name}, row by row or channels last, found {spec.strides}")
 
 
-def check_panel(window: Pair, channels: int) -> None:
-    """Raises LoweringError where a panel of weights would be too large for caches, and for the memory of threads."""
-    most = LARGEST_PANEL // channels
+def window_of(weight: TensorSpec, deep: int) -> Pair:
+    """The window of a weight, [N, C, H, W], whose dim ``deep`` is summed over.
+
+    Raises LoweringError for sizes that vary, and where a panel of weights would be too large for caches and for the
+    memory of threads.
+    """
+    dims = weight.shape.dims
+    if not all(isinstance(size, int) and size > 0 for size in dims):
+        raise LoweringError("size", f"expected a weight of known size, found {weight.shape}")
+    window, most = (int(dims[2]), int(dims[3])), LARGEST_PANEL // int(dims[deep])
     if window[0] * window[1] > most:
         raise LoweringError(
-            "window", f"expected windows of at most {most} elements for {channels} channels, found {window}"
+            "window", f"expected windows of at most {most} elements for {dims[deep]} channels, found {window}"
         )
+    return window
 
 
 def sizes_text(

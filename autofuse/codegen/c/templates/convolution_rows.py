@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from autofuse.codegen.c.printer import CSource
 from autofuse.codegen.c.templates.common import bias_of, bias_text, fill, header, pointer_of, spec_of, tile_of
 from autofuse.codegen.c.templates.convolution import pair_of, tile_knob
-from autofuse.codegen.c.templates.convolution_pairs import PAIRS, check_panel, is_last, remainder_tiles, sizes_text
+from autofuse.codegen.c.templates.convolution_pairs import PAIRS, is_last, remainder_tiles, sizes_text, window_of
 from autofuse.codegen.knobs import Knob, Sizes, default_config
 from autofuse.codegen.templates import CONVOLUTION_ROWS as NAME
 from autofuse.codegen.templates import Template
@@ -51,11 +51,7 @@ def plan_convolution_rows(form: NodeForm) -> ConvolutionRows:
         raise LoweringError("dtype", f"expected float32, found {image.dtype}, {weight.dtype}, {result.dtype}")
     if len(image.shape) != 4 or op.args[6] or op.args[8] != 1:
         raise LoweringError("kind", "expected images, and neither groups nor a transposed convolution")
-    cols, *sizes = weight.shape.dims
-    if not all(isinstance(size, int) and size > 0 for size in (cols, *sizes)):
-        raise LoweringError("size", f"expected a weight of known size, found {weight.shape}")
-    window = (int(sizes[1]), int(sizes[2]))
-    check_panel(window, int(sizes[0]))
+    window = window_of(weight, 1)
     if is_last("weight", weight):
         raise LoweringError("weight", f"expected a weight whose taps lie side by side, found {weight.strides}")
     lies = is_last("image", image), is_last("result", result)
@@ -65,7 +61,7 @@ def plan_convolution_rows(form: NodeForm) -> ConvolutionRows:
         (
             pointer_of(form, op.args[0]),
             pointer_of(form, op.args[1]),
-            None if op.args[2] is None else bias_of(form, op.args[2], cols),
+            None if op.args[2] is None else bias_of(form, op.args[2], weight.shape[0]),
         ),
         lies,
         tuple(image.shape),

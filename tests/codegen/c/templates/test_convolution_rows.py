@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autofuse.codegen.c.templates.convolution_rows import TEMPLATE
-from autofuse.codegen.generator import CompiledKernel, FusionKernelGenerator
+from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.templates import refusal
 from autofuse.ir.operation import NodeForm
-from autofuse.ir.records import make_config
 from autofuse.wrapper.node_call import make_launcher
 from tests.codegen.c.templates.test_convolution import (
     BATCH,
@@ -23,13 +22,15 @@ from tests.codegen.c.templates.test_convolution import (
     TILES_OF_ALL,
     WIDTH,
     changed,
+    check,
+    compiled,
     convolution,
     eager,
     operands,
     respecced,
     spec,
 )
-from tests.codegen.compare import Answers, problems, problems_of_draws
+from tests.codegen.compare import problems
 
 GENERATOR = FusionKernelGenerator()
 
@@ -42,21 +43,6 @@ def rows(*args: Any, image_last: bool = False, result_last: bool = False, **kwar
     outputs = (spec(tuple(op.outputs[0].shape), result_last),)
     first = replace(image, spec=spec(tuple(image.spec.shape), image_last))
     return replace(form, inputs=(first, *form.inputs[1:]), operations=(replace(op, outputs=outputs),))
-
-
-@functools.cache
-def compiled(form: NodeForm, tile: str | None) -> CompiledKernel:
-    return GENERATOR.generate_generic_kernel(form, make_config({"tile": tile}) if tile else None)
-
-
-def check(form: NodeForm, sizes: tuple[int, int, int], tile: str | None = None, threads: int = 2) -> None:
-    def draw(number: int) -> Answers:
-        inputs = operands(form, sizes, number)
-        found = compiled(form, tile)(*inputs, threads=threads)
-        return found, [eager(form, inputs)], [eager(form, [t.double() for t in inputs])]
-
-    wrong = problems_of_draws(draw)
-    assert not wrong, (tile, wrong, sizes)
 
 
 @pytest.mark.parametrize("tile", TILES_OF_ALL)
