@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from faults.ground import Ground
-from faults.kinds import KINDS, Outcome
+from faults.kinds import KINDS, Draw, Outcome
 
 
 def main() -> int:
@@ -50,7 +49,7 @@ def _try_kind(name: str, ground: Ground, options: argparse.Namespace) -> int:
 
     def attempt(number: int) -> tuple[int, Outcome]:
         try:
-            return number, kind.trial(ground, random.Random(f"{options.seed} {name} {number}"))
+            return number, kind.trial(ground, Draw(options.seed, name, number))
         except Exception as error:
             return number, Outcome(wrong=[f"{type(error).__name__}: {error}"])
 

@@ -28,10 +28,19 @@ WHOLE_RUN_SECONDS = 5.0  # about as long as a run of the script takes
 DRAIN_SECONDS = 240.0  # in which a daemon works off the requests of the script
 KILLS_OF_A_QUEUE = 12
 CROWD = 16
+WRITES = 60  # each of which fails once by itself, and once with all that follow
 SHORT_RUNS = 250  # of one trial
 HISTORY_RUNS = 25
 HISTORY_BYTES = 200_000
 GROWS = 1.2  # times the most bytes of the first half of the short runs
+
+
+class Draw(random.Random):
+    """What one trial draws from."""
+
+    def __init__(self, seed: int, kind: str, number: int) -> None:
+        super().__init__(f"{seed} {kind} {number}")
+        self.number = number  # of the trial: for what is gone through in turn
 
 
 @dataclass
@@ -58,14 +67,14 @@ class Outcome:
 class Kind:
     """One kind: a trial, and how many of them a whole run makes."""
 
-    trial: Callable[[Ground, random.Random], Outcome]
+    trial: Callable[[Ground, Draw], Outcome]
     times: int
 
 
 # ---- killed processes ---------------------------------------------------------------------------------------------
 
 
-def kill_daemon(ground: Ground, rng: random.Random) -> Outcome:
+def kill_daemon(ground: Ground, rng: Draw) -> Outcome:
     """The daemon, a worker or a compiler is killed at random moments until the queue is worked off."""
     place, outcome = ground.place("waiting"), Outcome(faults=0)
     stored = place.stored()
@@ -86,7 +95,7 @@ def kill_daemon(ground: Ground, rng: random.Random) -> Outcome:
     return outcome
 
 
-def _kill_one(place: Place, rng: random.Random) -> int:
+def _kill_one(place: Place, rng: Draw) -> int:
     """Kill the daemon, or any process below it; 0 where it has ended by itself."""
     daemon = place.daemon()
     with contextlib.suppress(psutil.Error):
@@ -98,7 +107,7 @@ def _kill_one(place: Place, rng: random.Random) -> int:
     return 0
 
 
-def kill_script(ground: Ground, rng: random.Random) -> Outcome:
+def kill_script(ground: Ground, rng: Draw) -> Outcome:
     """The script itself is killed; the next run is as good as any."""
     place, outcome = ground.any_place(rng), Outcome()
     before = place.stored() if place.store.exists() else None
@@ -125,13 +134,14 @@ def _afterwards(ground: Ground, place: Place, outcome: Outcome) -> Outcome:
 # ---- disks, clocks, files -----------------------------------------------------------------------------------------
 
 
-def full_disk(ground: Ground, rng: random.Random) -> Outcome:
-    """A write to the store's folder fails, or all from one on."""
+def full_disk(ground: Ground, rng: Draw) -> Outcome:
+    """A write to the store's folder fails, or all from one on: the first one, then the second one, and so on."""
     place, outcome = ground.any_place(rng), Outcome()
     before = place.stored() if place.store.exists() else None
-    extra = {"FAULT_LASTS": "1"} if rng.random() < 0.5 else {}
+    lasts, write = divmod(rng.number, WRITES)
+    extra = {"FAULT_LASTS": "1"} if lasts % 2 else {}
     faulty = {"LD_PRELOAD": str(ground.preload), "FAULT_FOLDER": str(place.kept), **extra}
-    done = place.run_script(pause=0.05, FAULT_WRITE=str(rng.randint(1, 60)), **faulty)
+    done = place.run_script(pause=0.05, FAULT_WRITE=str(1 + write), **faulty)
     outcome.wrong += wrong_with(done, ground.expected)
     place.run("daemon", "stop")
     if before is not None:
@@ -142,7 +152,7 @@ def full_disk(ground: Ground, rng: random.Random) -> Outcome:
 YEAR = 365 * 86400
 
 
-def set_clock(ground: Ground, rng: random.Random) -> Outcome:
+def set_clock(ground: Ground, rng: Draw) -> Outcome:
     """The clock is wrong, and is set while the script runs."""
     place, outcome = ground.any_place(rng), Outcome()
     before = place.stored() if place.store.exists() else None
@@ -155,7 +165,7 @@ def set_clock(ground: Ground, rng: random.Random) -> Outcome:
     return _afterwards(ground, place, outcome)
 
 
-def damage(ground: Ground, rng: random.Random) -> Outcome:
+def damage(ground: Ground, rng: Draw) -> Outcome:
     """A file of the store's folder, or of the home, is truncated, or some bytes of it are changed."""
     place, outcome = ground.place(rng.choice(BEGINNINGS[1:])), Outcome()
     before = place.stored()
@@ -177,7 +187,7 @@ def damage(ground: Ground, rng: random.Random) -> Outcome:
     return outcome
 
 
-def _damage(path: Path, rng: random.Random) -> None:
+def _damage(path: Path, rng: Draw) -> None:
     data = bytearray(path.read_bytes())
     if rng.random() < 0.4:
         del data[rng.randrange(len(data)) :]
@@ -187,7 +197,7 @@ def _damage(path: Path, rng: random.Random) -> None:
     path.write_bytes(data)
 
 
-def take_store(ground: Ground, rng: random.Random) -> Outcome:
+def take_store(ground: Ground, rng: Draw) -> Outcome:
     """The store is deleted, moved or replaced while a script and a daemon use it."""
     place, outcome = ground.any_place(rng), Outcome()
     process = place.start_script(pause=0.1)
@@ -197,7 +207,7 @@ def take_store(ground: Ground, rng: random.Random) -> Outcome:
     return _afterwards(ground, place, outcome)
 
 
-def _take(place: Place, ground: Ground, rng: random.Random) -> None:
+def _take(place: Place, ground: Ground, rng: Draw) -> None:
     other = ground.place("tuned")
     with contextlib.suppress(OSError):
         match rng.choice(("file", "files", "folder", "moved", "replaced")):
@@ -218,7 +228,7 @@ def _take(place: Place, ground: Ground, rng: random.Random) -> None:
 # ---- many at once -------------------------------------------------------------------------------------------------
 
 
-def two_daemons(ground: Ground, rng: random.Random) -> Outcome:
+def two_daemons(ground: Ground, rng: Draw) -> Outcome:
     """Many start a daemon at the same time: one serves."""
     place, outcome = ground.place("waiting"), Outcome(faults=8)
     before = place.stored()
@@ -238,7 +248,7 @@ def _is_below(process: psutil.Process) -> bool:
     return True
 
 
-def crowd(ground: Ground, rng: random.Random) -> Outcome:
+def crowd(ground: Ground, rng: Draw) -> Outcome:
     """Many scripts at once on one store."""
     place, outcome = ground.any_place(rng), Outcome(faults=CROWD)
     before = place.stored() if place.store.exists() else None
@@ -250,7 +260,7 @@ def crowd(ground: Ground, rng: random.Random) -> Outcome:
     return _afterwards(ground, place, outcome)
 
 
-def two_versions(ground: Ground, rng: random.Random) -> Outcome:
+def two_versions(ground: Ground, rng: Draw) -> Outcome:
     """Two versions of autofuse at the same time on one store; the other generates other code."""
     place, outcome = ground.any_place(rng), Outcome()
     before = place.stored() if place.store.exists() else None
@@ -270,7 +280,7 @@ def two_versions(ground: Ground, rng: random.Random) -> Outcome:
     return _afterwards(ground, place, outcome)
 
 
-def short_runs(ground: Ground, rng: random.Random) -> Outcome:
+def short_runs(ground: Ground, rng: Draw) -> Outcome:
     """Many short runs one after the other: the store stays as large as its settings say."""
     place, outcome = ground.place("tuned"), Outcome(faults=SHORT_RUNS)
     bounds = ("--set", f"cache.history_bytes={HISTORY_BYTES}", "--set", f"cache.history_runs={HISTORY_RUNS}")
@@ -286,9 +296,9 @@ def short_runs(ground: Ground, rng: random.Random) -> Outcome:
 
 
 KINDS = {
-    "kill-daemon": Kind(kill_daemon, 12),
+    "kill-daemon": Kind(kill_daemon, 24),
     "kill-script": Kind(kill_script, 50),
-    "full-disk": Kind(full_disk, 60),
+    "full-disk": Kind(full_disk, 2 * WRITES),
     "clock": Kind(set_clock, 40),
     "damage": Kind(damage, 400),
     "take-store": Kind(take_store, 40),

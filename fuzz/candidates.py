@@ -27,7 +27,7 @@ from autofuse.codegen.triton.generator import TritonKernelGenerator
 from autofuse.codegen.triton.interpret import load_interpreted
 from autofuse.errors import LoweringError, ShapeError
 from autofuse.ir.buckets import bucket_of
-from autofuse.ir.operation import NodeForm
+from autofuse.ir.operation import NodeForm, Operation
 from autofuse.ir.records import Config, make_config
 from autofuse.ir.shape import evaluate, product
 from autofuse.ir.writes import is_write
@@ -130,8 +130,13 @@ def problems_of(
     verifier, cases = Verifier(form), cases_of(form, values)
     calls = {label: call_of(form, entry, rng.choice(THREADS)) for label, entry in entries.items()}
     same = [case for case in cases if case.values == values]  # the only sizes of a specialised kernel
+    # Inf in a weight meets the zeros around an image in eager's code for small images, and not in that for large ones:
+    # of special values in libraries' convolutions nothing is known.
+    known = [c for c in cases if c.kind != "special"] if any(map(_is_convolution, form.operations)) else cases
     for label, make_call in calls.items():
-        yield from _checked(verifier, form, label, make_call, same if label.startswith("specialised") else cases)
+        of_library = label.startswith("strategy") and "generated" not in label
+        wanted = same if label.startswith("specialised") else known if of_library else cases
+        yield from _checked(verifier, form, label, make_call, wanted)
     if is_group(form):  # whose products in Triton are strategies of a GPU
         return
     try:
@@ -140,6 +145,10 @@ def problems_of(
         return
     if triton is not None:
         yield from _checked(verifier, form, *triton, same[:2])
+
+
+def _is_convolution(op: Operation) -> bool:
+    return op.short_name == "convolution"
 
 
 def _is_chaotic(verifier: Verifier, form: NodeForm, cases: Sequence[CheckCase], times: float) -> bool:

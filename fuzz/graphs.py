@@ -96,6 +96,16 @@ PRODUCTS = [
         ({a}.mT @ {b}).sum(-1); F.scaled_dot_product_attention({a}, {b}, {b}); torch.tanh({a} @ {b}.mT)[..., 1:]"""),
     *_rows("f", 3, "torch.bmm({a}, {b}.mT); F.relu(F.conv1d({a}, {b}, padding={n})); torch.baddbmm({c}, {a}, {b}.mT)"),
 ]  # fmt: skip
+IMAGES = _rows("f", 4, """
+    F.conv2d({a}, {b}[..., :2, :3]); F.conv2d({a}, {b}[..., :3, :3].contiguous(), padding={n});
+    F.relu(F.conv2d({a}, {b}[..., :3, :2], {b}[:, 0, 0, 0], stride=2, padding=1));
+    F.silu(F.conv2d({a}, {b}[..., :2, :2], dilation=2, padding={n})) * {x}; F.conv2d({a}, {a}[..., :1, :1]) + {x};
+    F.conv2d({a}, {b}[..., :3, :3], stride=(1, 3), padding=(2, {n})); F.max_pool2d({a}, 2); F.avg_pool2d({a}, 3, 2, 1);
+    F.conv_transpose2d({a}, {b}[: {a}.shape[1], :, :2, :2], stride=2); F.conv2d({a}, {b}[:, :1, :2, :2], groups={n});
+    F.group_norm({a}, 2); F.batch_norm({a}, None, None, training=True); F.interpolate({a}, scale_factor=2);
+    F.adaptive_avg_pool2d({a}, 2); {a}.contiguous(memory_format=torch.channels_last); F.pixel_shuffle({a}, 2);
+    F.interpolate({a}, scale_factor=1.5, mode='bilinear'); F.max_pool2d({a}, 3, {n}, 1) + {x}"""
+)  # fmt: skip
 WRITES = [
     *_rows("fib", 0, """
         {a}.add_({b}); {a}.mul_({b}); {a}.copy_({b}); {a}.fill_({n}); {a}.zero_(); {a}.masked_fill_({b} > 0, {n})"""),
@@ -125,6 +135,7 @@ def _of_table() -> Iterator[Row]:
 
 
 STEPS = (POINTWISE, VIEWS, MOVES, REDUCTIONS, WRITES, PRODUCTS, list(_of_table()))
+OF_IMAGES = (IMAGES, IMAGES, POINTWISE, REDUCTIONS)  # what programs that begin with an image are made of
 # A view that changes nothing, of any tensor.
 IDLE = ("{a}.unsqueeze(0).squeeze(0)", "{a}.unsqueeze(-1).squeeze(-1)", "{a}.view({a}.shape)", "{a}.expand({a}.shape)")
 _WRITE = re.compile(r"_\(")
@@ -136,6 +147,7 @@ LAYOUTS: Mapping[str, Callable[[tuple[int, ...], Callable[[tuple[int, ...]], T]]
     "every second": lambda sizes, fresh: fresh((*sizes[:-1], 2 * sizes[-1]))[..., ::2] if sizes else fresh(sizes),
     "offset": lambda sizes, fresh: fresh((*sizes[:-1], sizes[-1] + 1))[..., 1:] if sizes else fresh(sizes),
     "expanded": lambda sizes, fresh: fresh((1, *sizes[1:])).expand(sizes) if sizes else fresh(sizes),
+    "channels last": lambda sizes, fresh: fresh((sizes[0], *sizes[2:], sizes[1])).movedim(-1, 1),
 }
 SPREAD = ("every second", "offset")  # with strides that do not follow from the sizes
 # In the memory of the first input, where it has room: from its first element on, or up to its last one.
@@ -273,14 +285,19 @@ def programs(draw: st.DrawFn, steps: tuple[int, int] = (3, 15), tables: Sequence
     """A program of so many steps, as far as eager takes them."""
     dims = draw(st.lists(st.sampled_from((2, 3, 4, 5, 6, 8, 17, 33)), min_size=1, max_size=3))
     is_dynamic, trains = draw(st.integers(0, 2)) == 2, draw(st.integers(0, 3)) == 3
-    begins_with_product = len(dims) > 1 and draw(st.booleans())
-    like = _matrices(dims) if begins_with_product else _inputs(dims, is_dynamic)
+    first = tables
+    if len(dims) > 2 and draw(st.booleans()):
+        like, first, tables = _images(dims), (IMAGES,), OF_IMAGES
+    elif len(dims) > 1 and draw(st.booleans()):
+        like, first = _matrices(dims), (PRODUCTS,)
+    else:
+        like = _inputs(dims, is_dynamic)
     inputs = tuple(draw(like) for _ in range(draw(st.integers(1, 3))))
     program = Program(inputs, (), (), is_dynamic, trains, draw(st.integers(0, 1 << 16)))
     values = {f"i{n}": t for n, t in enumerate(program.make_inputs())}
     lines: list[str] = []
     for _ in range(draw(st.integers(*steps))):
-        line = draw(_lines(values, tables if lines or not begins_with_product else (PRODUCTS,), f"v{len(lines)}"))
+        line = draw(_lines(values, tables if lines else first, f"v{len(lines)}"))
         found = _tried(line, values)
         if found is not None:
             values[f"v{len(lines)}"] = found
@@ -298,7 +315,7 @@ def _inputs(dims: Sequence[int], is_dynamic: bool) -> st.SearchStrategy[Input]:
     Where sizes are symbols, few have strides that are: Dynamo makes inputs of the graph of these, and takes its time.
     """
     few = is_dynamic and random.Random(str(dims)).randrange(4) > 0
-    layouts = [name for name in LAYOUTS if not few or name not in SPREAD]
+    layouts = [name for name in LAYOUTS if (not few or name not in SPREAD) and name != "channels last"]
     layouts += INSIDE
 
     @st.composite
@@ -318,6 +335,14 @@ def _matrices(dims: Sequence[int]) -> st.SearchStrategy[Input]:
     sizes, square = tuple(dims), (*dims[:-1], dims[-2])
     dtypes, layouts = ("float32", "float32", "float64", "bfloat16"), ("contiguous", "contiguous", "transposed")
     return st.builds(Input, st.sampled_from((sizes, sizes, square)), st.sampled_from(dtypes), st.sampled_from(layouts))
+
+
+def _images(dims: Sequence[int]) -> st.SearchStrategy[Input]:
+    """Images that convolve each other: weights are windows of one. Enough channels for generated convolutions."""
+    channels, height, width = 2 + dims[0], dims[1], dims[2]
+    sizes = st.tuples(st.sampled_from((1, 2, 5)), st.just(channels), st.just(height), st.just(width))
+    layouts = ("contiguous", "contiguous", "channels last", "offset")
+    return st.builds(Input, sizes, st.sampled_from(("float32", "float32", "float64")), st.sampled_from(layouts))
 
 
 @st.composite

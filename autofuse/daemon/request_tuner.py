@@ -215,7 +215,8 @@ class RequestTuner:
     ) -> KernelRecord | None:
         """The kernel of a part in the request's bucket, from a stored decision or tuned now; None where eager wins.
 
-        What was undecided in an earlier job is raced again.
+        What was undecided in an earlier job is raced again. If it is so still, its kernel is given out all the same:
+        the race of the strategies with it inside decides whether it is of use.
         """
         own = part_request(request, form, part, printer, sizes)
         known = self._results.last_decision(own.key, own.bucket)
@@ -225,7 +226,7 @@ class RequestTuner:
             self._results.write(own, outcome)
             self._answered.add(own.key.digest)
             found = [d for d in outcome.decisions if d.bucket == own.bucket]
-            kernel = self._results.kernel_of(found[-1]) if found else None
+            kernel = (self._results.kernel_of(found[-1]) if found else None) or outcome.unsure
         return kernel
 
     def _limits(self, request: TuneRequest) -> JobLimits:

@@ -264,6 +264,8 @@ def _fused_convolution(graph: FusionGraph, op: Operation) -> tuple[list[Operatio
     """Convolution, inference batch norm, residual, activation: as many of them as follow each other."""
     x, weight, bias, stride, padding, dilation = op.args[:6]
     groups = op.args[8]
+    if isinstance(bias, ValueRef) and not is_contiguous(graph.spec(bias)):
+        return None  # oneDNN reads its memory from the first element on, whatever its stride
     link = next_link(graph, op)
     norm: tuple[object, ...] = ()
     links: list[Link] = []

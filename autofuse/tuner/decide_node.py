@@ -33,6 +33,7 @@ class NodeDecider:
         self._verdicts = verdicts
         self._values = values
         self._margin = contest.limits.margin
+        self.unsure: Entrant | None = None  # passed all cases, and may well be faster than eager
 
     def decide(self, entrants: Sequence[Entrant]) -> tuple[Entrant | None, Decision]:
         """The winner and its decision; None where eager stays."""
@@ -68,8 +69,11 @@ class NodeDecider:
             if ruling is None:
                 continue
             if not ruling.is_won:
-                return None, self._stay(*ruling.comparisons, *ruling.unconfirmed)
-            if self._contest.complete(best, self._values) and self._full_check(best):
+                decision = self._stay(*ruling.comparisons, *ruling.unconfirmed)
+                if decision.reason == "undecided" and self._is_whole(best):
+                    self.unsure = best
+                return None, decision
+            if self._is_whole(best):
                 return best, switch(self._verdicts, best, self._contest.request, self._values)
             if not best.difference:
                 best.comparison = None
@@ -137,8 +141,11 @@ class NodeDecider:
         usual = dict(self._contest.bench.default(self._values)).get(THREADS_KNOB)
         return [e for e in ranked if dict(e.built.candidate.config).get(THREADS_KNOB) == usual] or ranked
 
-    def _full_check(self, entrant: Entrant) -> bool:
+    def _is_whole(self, entrant: Entrant) -> bool:
+        """Whether an entrant is built for the whole bucket, and right in all of it."""
         contest = self._contest
+        if not contest.complete(entrant, self._values):
+            return False
         cases = full_cases(
             contest.form,
             contest.request.bucket,

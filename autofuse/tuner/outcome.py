@@ -45,6 +45,7 @@ class Outcome:
     decisions: list[Decision] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     kernels: list[KernelRecord] = field(default_factory=list)
+    unsure: KernelRecord | None = None  # right, and undecided against eager: strategies may be raced with it inside
 
     def fail(
         self,

@@ -70,8 +70,10 @@ class Job:
         self._verdicts.tried = self._explorer.tried
         if not entrants:
             return self._give_up(*self._verdicts.why_nothing_ran())
-        winner, decision = NodeDecider(self._contest, self._verdicts, values).decide(entrants)
+        decider = NodeDecider(self._contest, self._verdicts, values)
+        winner, decision = decider.decide(entrants)
         self._outcome.decisions.append(decision)
+        self._outcome.unsure = decider.unsure.built.record if decider.unsure is not None else None
         if winner is not None:
             self._outcome.kernels.append(winner.built.record)
             specialise(self._contest, self._verdicts, winner)

@@ -123,6 +123,20 @@ def test_training_folds_nothing() -> None:
     )
 
 
+def test_a_bias_with_a_stride_is_not_for_onednn() -> None:
+    """It reads the memory behind the first element, whatever the stride: sums of other numbers."""
+    biases = torch.randn(6, 2)
+    assert "onednn_conv" not in _strategies_with(biases[:, 0])
+    assert "onednn_conv" in _strategies_with(biases[:, 0].clone())
+
+
+def _strategies_with(bias: T) -> list[str]:
+    with torch.no_grad():
+        inputs = [torch.randn(2, 4, 9, 8), torch.randn(6, 4, 3, 3), bias]
+        (planned,) = plan(lambda x, w, b: torch.relu(torch.conv2d(x, w, b)), inputs)
+    return [strategy.name for group in planned.groups for strategy in strategies_of(group.node.form)]
+
+
 def test_packed_weights_are_kept_for_a_few_sizes_and_follow_the_parameter() -> None:
     weight, folded, packs = torch.randn(4, 3, 3, 3), Folded(), list[torch.Tensor]()
 

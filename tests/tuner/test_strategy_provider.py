@@ -21,6 +21,7 @@ from autofuse.strategies import bundle
 from autofuse.strategies.bundle import is_bundle
 from autofuse.strategies.enumeration import GENERATED, strategies_of
 from autofuse.strategies.strategy import kernel_id
+from autofuse.tuner import decide_node
 from autofuse.tuner import strategy_provider as strategies
 from autofuse.wrapper.load_strategy import unpack
 from tests.db.store_records import start
@@ -74,9 +75,11 @@ def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> N
         assert store.queue.length().done == 2
         rows = store.results.measurements(asked.key.fusion_id)
         strategies = {dict(row.measurement.candidate.config)["way"] for row in rows}
-        names = {vendor.name, apart.name}
-        assert names <= strategies <= {parts.name, *names}, f"{product.name} is for longer ones"
         found = {d.key.fusion_id: d for _, d in store.results.decisions()}
+        lost = {kernel_id(k.node.form, "loop") for s in (parts, apart) for k in s.kernels}
+        lost = {part for part in lost if found[part].reason in ("no_gain", "below_margin")}
+        raced = {s.name for s in (parts, apart) if kernel_id(s.kernels[0].node.form, "loop") not in lost}
+        assert strategies == {vendor.name, *raced}, f"{product.name} is for longer ones"
         assert kernel.node.fusion_id == kernel_id(kernel.node.form, "loop")
         assert kernel.node.fusion_id in found  # tuned as a part; the request of its own asked for nothing more
         assert len(store.results.history(kernel.node.fusion_id)) == 1
@@ -90,6 +93,25 @@ def test_a_group_is_tuned_part_by_part_and_then_way_by_way(quick: Settings) -> N
             assert record is not None and is_bundle(record.binary)
             loaded = unpack(record.binary, lambda digest, name, binary: lambda *pointers: None)
             assert loaded.strategy.name == dict(decision.candidate.config)["way"]
+
+
+def test_parts_that_are_undecided_are_raced_inside_of_their_strategies(
+    quick: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = decide_node.decide
+    monkeypatch.setattr(
+        decide_node, "decide", lambda found, margin, again: replace(lost(found, margin, again), is_won=False)
+    )
+    monkeypatch.setattr(decide_node, "why_eager", lambda comparison, margin: "undecided")
+    form = linear_gelu()
+    parts, vendor, _, apart, *_ = strategies_of(form)
+    asked = request(form, (40,), unfused_us=1000.0)
+    drain(quick, asked)
+    with Store.open(quick.run.store) as store:
+        decisions = [decision for _, decision in store.results.decisions()]
+        assert len(decisions) > 2 and {d.reason for d in decisions} == {"undecided"}
+        rows = store.results.measurements(asked.key.fusion_id)
+        assert {dict(r.measurement.candidate.config)["way"] for r in rows} == {parts.name, vendor.name, apart.name}
 
 
 def test_a_short_product_by_itself_is_not_raced(quick: Settings) -> None:
