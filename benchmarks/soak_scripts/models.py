@@ -6,7 +6,7 @@ import sys
 import time
 
 import torch
-from in_use import in_use
+from meters import in_use
 from torch import nn
 
 SECONDS, OUT = float(sys.argv[1]), sys.argv[2]
