@@ -7,12 +7,12 @@
 
 In: the scripts of `soak_scripts`, run with `autofuse run` on a store of their own. Every five seconds the resident
 memory and the open files of the script, of the daemon with its workers, and of the process that keeps the store are
-read, and the bytes of the store's folder. Out: for each of them the slope an hour (least squares after the first third,
-in which shapes are met for the first time and tuned), with a 95 % interval from resampled blocks of a minute; and how
-long steps of one fixed shape take in the last third over the middle one, each over a piece of plain torch right after it. A slope whose interval begins above 1 % of
-its mean an hour counts as growing. New shapes without end spread the resident memory of plain Python, too: malloc
-keeps what it cannot join. So the scripts also say what malloc has given out and how many blocks Python has, and
-``--plain`` measures plain Python, in rows of their own. Writes benchmarks/results/soak.json.
+read, and the bytes of the store's folder. Out: for each of them the slope an hour (least squares after the first
+third, in which shapes are met for the first time and tuned), with a 95 % interval from resampled blocks of a minute;
+and how long steps of one fixed shape take in the last third over the middle one, each over a piece of plain torch
+right after it. A slope whose interval begins above 1 % of its mean an hour counts as growing. New shapes without end
+spread the resident memory of plain Python, too: malloc keeps what it cannot join. So the scripts also say what malloc
+has given out and how many blocks Python has, and ``--plain`` measures plain Python, in rows of their own. Writes benchmarks/results/soak.json.
 """
 
 from __future__ import annotations

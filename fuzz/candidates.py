@@ -134,8 +134,7 @@ def problems_of(
     # of special values in libraries' convolutions nothing is known.
     known = [c for c in cases if c.kind != "special"] if any(map(_is_convolution, form.operations)) else cases
     for label, make_call in calls.items():
-        of_library = label.startswith("strategy") and "generated" not in label
-        wanted = same if label.startswith("specialised") else known if of_library else cases
+        wanted = known if label.startswith("strategy") else same if label.startswith("specialised") else cases
         yield from _checked(verifier, form, label, make_call, wanted)
     if is_group(form):  # whose products in Triton are strategies of a GPU
         return
