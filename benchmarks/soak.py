@@ -12,7 +12,8 @@ third, in which shapes are met for the first time and tuned), with a 95 % interv
 and how long steps of one fixed shape take in the last third over the middle one, each over a piece of plain torch
 right after it. A slope whose interval begins above 1 % of its mean an hour counts as growing. New shapes without end
 spread the resident memory of plain Python, too: malloc keeps what it cannot join. So the scripts also say what malloc
-has given out and how many blocks Python has, and ``--plain`` measures plain Python, in rows of their own. Writes benchmarks/results/soak.json.
+has given out and how many blocks Python has, and ``--plain`` measures plain Python, in rows of their
+own. Writes benchmarks/results/soak.json.
 """
 
 from __future__ import annotations

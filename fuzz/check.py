@@ -91,7 +91,12 @@ class Verified(Kernels):
             pairs = zip(texts, entries, strict=True)
             _PARTS[form] = {item.label: entry for item, entry in pairs if item.form is form}
         new = [form for form in slots if form not in _KNOWN and form not in strategies]
-        _KNOWN.update({form: _PARTS[form] for form in new if form in _PARTS})
+        made = {item.form for item in texts}
+        for form in new:
+            if form in made:
+                _KNOWN[form] = _PARTS[form]
+            elif form in _PARTS:  # made as a part of an earlier strategy, and specialised for its sizes
+                _KNOWN[form] = {label: _PARTS[form][label] for label in _PARTS[form] if not _is_specialised(label)}
         self.fresh.update(new)
         for form, found in strategies.items():
             _KNOWN[form] = {f"strategy {strategy.name}": self._loaded(strategy) for strategy in found}
@@ -127,7 +132,11 @@ def _possible(form: NodeForm) -> list[Strategy]:
 
 def for_any_sizes(entries: Mapping[str, Entry]) -> list[Entry]:
     """The candidates that hold for other sizes, too: generic kernels, and strategies."""
-    return [entry for label, entry in entries.items() if not label.startswith("specialised")]
+    return [entry for label, entry in entries.items() if not _is_specialised(label)]
+
+
+def _is_specialised(label: str) -> bool:
+    return label.startswith("specialised")
 
 
 def parts_of(strategy: Strategy, sizes: Mapping[str, int]) -> Iterator[tuple[NodeForm, tuple[int, ...]]]:
