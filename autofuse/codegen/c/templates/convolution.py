@@ -13,8 +13,7 @@ convolution takes; with few channels its tiles are half empty.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
@@ -31,6 +30,7 @@ from autofuse.codegen.c.templates.common import (
     tile_of,
 )
 from autofuse.codegen.c.templates.matmul import SHARE, STORE, TILES, remainders
+from autofuse.codegen.c.templates.window import Window, last_strides, window_of
 from autofuse.codegen.knobs import Knob, Sizes, default_config
 from autofuse.codegen.templates import CONVOLUTION as NAME
 from autofuse.codegen.templates import Template
@@ -59,15 +59,8 @@ class Convolution:
     image: tuple[Dim, ...]  # [N, C, H, W]
     steps: tuple[Dim, ...]  # elements from one image to the next, from row to row, from column to column
     result: tuple[Dim, ...]  # [N, C, H, W]
-    window: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    window: Window
     is_weight_last: bool  # the channels of a tap are contiguous, not the taps of a channel
-
-    @property
-    def taps(self) -> int:
-        return math.prod(self.window)
 
     @property
     def channels(self) -> tuple[int, int]:
@@ -78,8 +71,7 @@ class Convolution:
     def is_even(self) -> bool:
         """Whether images are dense and pixel n of the results is made from pixel n of the images alone."""
         _, channels, height, width = self.image
-        plain = self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0)
-        return plain and self.steps == (height * width * channels, width * channels, channels)
+        return self.window.is_point and self.steps == (height * width * channels, width * channels, channels)
 
 
 @functools.lru_cache(maxsize=256)
@@ -89,46 +81,24 @@ def plan_convolution(form: NodeForm) -> Convolution:
     if len(form.operations) != 1 or op.target != CONVOLUTION or form.outputs != (ValueRef(op.name),):
         raise LoweringError("anchor", f"expected one convolution and nothing else, found {len(form.operations)}")
     image, weight, result = spec_of(form, op.args[0]), spec_of(form, op.args[1]), op.outputs[0]
-    if {image.dtype, weight.dtype, result.dtype} != {"float32"}:
-        raise LoweringError("dtype", f"expected float32, found {image.dtype}, {weight.dtype}, {result.dtype}")
-    if len(image.shape) != 4 or op.args[6] or op.args[8] != 1:
-        raise LoweringError("kind", "expected images, and neither groups nor a transposed convolution")
-    cols, channels, *window = weight.shape.dims
-    if not all(isinstance(size, int) and size > 0 for size in (cols, channels, *window)):
-        raise LoweringError("size", f"expected a weight of known size, found {weight.shape}")
-    if math.prod(int(size) for size in window) > MOST_TAPS:
-        raise LoweringError("window", f"expected windows of at most {MOST_TAPS} elements, found {window}")
-    if image.strides[1] != 1 and channels != 1:
+    window = window_of(op, weight, (image, weight, result), 3)
+    if window.taps > MOST_TAPS:
+        raise LoweringError("window", f"expected windows of at most {MOST_TAPS} elements, found {window.size}")
+    if image.strides[1] != 1 and weight.shape[1] != 1:
         raise LoweringError("layout", f"expected the channels of a pixel side by side, found steps {image.strides}")
     if tuple(result.strides) != last_strides(result.shape.dims):
         raise LoweringError("strides", f"expected a result with its channels last, found {result.strides}")
     if tuple(weight.strides) not in (contiguous_strides(weight.shape.dims), last_strides(weight.shape.dims)):
         raise LoweringError("weight", f"expected a dense weight, found {weight.strides}")
-    bias = None if op.args[2] is None else bias_of(form, op.args[2], cols)
+    bias = None if op.args[2] is None else bias_of(form, op.args[2], weight.shape[0])
     return Convolution(
         (pointer_of(form, op.args[0]), pointer_of(form, op.args[1]), bias),
         tuple(image.shape),
         (image.strides[0], image.strides[2], image.strides[3]),
         tuple(result.shape),
-        (int(window[0]), int(window[1])),
-        pair_of("stride", op.args[3]),
-        pair_of("padding", op.args[4]),
-        pair_of("dilation", op.args[5]),
+        window,
         tuple(weight.strides) != contiguous_strides(weight.shape.dims),
     )
-
-
-def last_strides(dims: Sequence[Dim]) -> tuple[Dim, ...]:
-    """Strides with the channels last."""
-    batch, height, width, channels = contiguous_strides((dims[0], dims[2], dims[3], dims[1]))
-    return batch, channels, height, width
-
-
-def pair_of(name: str, found: object) -> tuple[int, int]:
-    """A stride, padding or dilation, in both directions. Raises LoweringError where it is no number or two."""
-    if not isinstance(found, tuple) or not all(isinstance(n, int) for n in found) or len(found) not in (1, 2):
-        raise LoweringError(name, f"expected numbers as {name}, found {found}")
-    return int(found[0]), int(found[-1])
 
 
 # ---- knobs ------------------------------------------------------------------------------------------
@@ -157,13 +127,14 @@ def print_convolution(form: NodeForm, config: Config, constants: Mapping[str, in
     made, known = plan_convolution(form), constants or {}
     tile_rows, vectors, bits = tile_of((*default_config(convolution_knobs(form)), *config))
     channels, cols = made.channels
-    blocks = -(-channels * made.taps // DEEPEST)
+    taps = made.window.taps
+    blocks = -(-channels * taps // DEEPEST)
     block = -(-channels // blocks)
     image, weight, bias = made.pointers
     text = {
         "HEADER": header(
-            f"{'x'.join(map(str, made.image))} by {cols}x{channels}x{made.window[0]}x{made.window[1]}, stride "
-            f"{made.stride}, padding {made.padding}, dilation {made.dilation}, channels last",
+            f"{'x'.join(map(str, made.image))} by "
+            f"{'x'.join(map(str, (cols, channels, *made.window.size)))}, {made.window.moves}, channels last",
             config,
             known,
         ),
@@ -171,9 +142,9 @@ def print_convolution(form: NodeForm, config: Config, constants: Mapping[str, in
         "VECTORS": str(vectors),
         "WIDTH": str(bits // 32),
         "BLOCK": str(block),
-        "TAPS": str(made.taps),
+        "TAPS": str(taps),
         "TAP_STEP": f"{block} * AF_COLS" if made.is_weight_last else "AF_COLS",
-        "CHANNEL_STEP": "AF_COLS" if made.is_weight_last else f"{made.taps} * AF_COLS",
+        "CHANNEL_STEP": "AF_COLS" if made.is_weight_last else f"{taps} * AF_COLS",
         "SIZES": "\n".join(_sizes(form, made, known)),
         "IMAGE": str(image),
         "WEIGHT": str(weight),
@@ -181,7 +152,7 @@ def print_convolution(form: NodeForm, config: Config, constants: Mapping[str, in
         "OUT": str(len(form.inputs)),
         "COPY": _TAPS_APART if made.is_weight_last else _TAPS_TOGETHER,
         "IS_EVEN": str(int(made.is_even)),
-        "IS_PADDED": str(int(any(made.padding))),
+        "IS_PADDED": str(int(any(made.window.padding))),
         "REMAINDERS": remainders(tile_rows),
     }
     return fill("convolution", form, _TEXT, text)
@@ -194,11 +165,7 @@ def _sizes(form: NodeForm, made: Convolution, known: Mapping[str, int]) -> list[
         "OUT_HEIGHT": made.result[2], "OUT_WIDTH": made.result[3], "C": made.channels[0], "N": made.channels[1],
         "IMAGE_STEP": made.steps[0], "ROW_STEP": made.steps[1], "COL_STEP": made.steps[2],
     }  # fmt: skip
-    for key, pair in (
-        ("WINDOW", made.window), ("STRIDE", made.stride), ("PADDING", made.padding), ("DILATION", made.dilation)
-    ):  # fmt: skip
-        dims |= {f"{key}_Y": pair[0], f"{key}_X": pair[1]}
-    return size_macros(form, known, dims)
+    return size_macros(form, known, dims | made.window.dims)
 
 
 # A panel is [channel][tap][column] or [tap][channel][column], in the order of the weights.

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from autofuse.codegen.c.printer import CSource
 from autofuse.codegen.c.templates.common import fill, header, pointer_of, spec_of, tile_of
-from autofuse.codegen.c.templates.convolution import pair_of, tile_knob
-from autofuse.codegen.c.templates.convolution_pairs import PAIRS, is_last, remainder_tiles, sizes_text, window_of
+from autofuse.codegen.c.templates.convolution import tile_knob
+from autofuse.codegen.c.templates.convolution_pairs import PAIRS, is_last, keep_in_caches, remainder_tiles, sizes_text
+from autofuse.codegen.c.templates.window import Window, window_of
 from autofuse.codegen.knobs import Knob, Sizes, default_config
 from autofuse.codegen.templates import CONVOLUTION_BACKWARD as NAME
 from autofuse.codegen.templates import Template
@@ -41,23 +42,7 @@ class ConvolutionBackward:
     is_last: Mapping[str, bool]  # by operand, and result: whether its channels are contiguous
     images: tuple[Dim, ...]  # [N, C, H, W]
     gradient: tuple[Dim, ...]  # [N, C, H, W]
-    window: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-
-    @property
-    def taps(self) -> int:
-        return self.window[0] * self.window[1]
-
-    @property
-    def pairs(self) -> dict[str, tuple[int, int]]:
-        return {"WINDOW": self.window, "STRIDE": self.stride, "PADDING": self.padding, "DILATION": self.dilation}
-
-    @property
-    def is_even(self) -> bool:
-        """Whether each pixel of the gradient belongs to the same pixel of the images."""
-        return self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0)
+    window: Window
 
 
 @functools.lru_cache(maxsize=256)
@@ -71,11 +56,8 @@ def plan_convolution_backward(form: NodeForm) -> ConvolutionBackward:
     specs = {name: spec_of(form, op.args[n]) for n, name in enumerate(("gradient", "image", "weights"))}
     results = {RESULTS[ref.index]: len(form.inputs) + place for place, ref in enumerate(form.outputs)}
     specs |= {RESULTS[ref.index]: op.outputs[ref.index] for ref in form.outputs}
-    if {spec.dtype for spec in specs.values()} != {"float32"}:
-        raise LoweringError("dtype", f"expected float32, found {', '.join(s.dtype for s in specs.values())}")
-    if len(specs["image"].shape) != 4 or op.args[7] or op.args[9] != 1:
-        raise LoweringError("kind", "expected images, and neither groups nor a transposed convolution")
-    window = window_of(specs["weights"], 0)
+    window = window_of(op, specs["weights"], specs.values(), 4)
+    keep_in_caches(window, specs["weights"].shape[0])
     return ConvolutionBackward(
         (pointer_of(form, op.args[0]), pointer_of(form, op.args[1]), pointer_of(form, op.args[2])),
         results,
@@ -83,9 +65,6 @@ def plan_convolution_backward(form: NodeForm) -> ConvolutionBackward:
         tuple(specs["image"].shape),
         tuple(specs["gradient"].shape),
         window,
-        pair_of("stride", op.args[4]),
-        pair_of("padding", op.args[5]),
-        pair_of("dilation", op.args[6]),
     )
 
 
@@ -102,21 +81,20 @@ def print_convolution_backward(form: NodeForm, config: Config, constants: Mappin
     text = {
         "HEADER": header(
             f"gradients of {', '.join(made.results)}: images {'x'.join(map(str, made.images))}, gradient "
-            f"{'x'.join(map(str, made.gradient))}, window {made.window}, stride {made.stride}, padding "
-            f"{made.padding}, dilation {made.dilation}",
+            f"{'x'.join(map(str, made.gradient))}, window {made.window.size}, {made.window.moves}",
             config,
             known,
         ),
         "ROWS": str(tile_rows),
         "VECTORS": str(vectors),
         "WIDTH": str(bits // 32),
-        "SIZES": sizes_text(form, known, made.images, made.gradient, made.pairs),
+        "SIZES": sizes_text(form, known, made.images, made.gradient, made.window),
         "ROLES": _ROLES,
         "GRADIENT": str(gradient),
         "IMAGE": str(image),
         "WEIGHT": str(weight),
-        "IS_EVEN": str(int(made.is_even)),
-        "IS_CHECKED": str(int(not made.is_even)),
+        "IS_EVEN": str(int(made.window.is_point)),
+        "IS_CHECKED": str(int(not made.window.is_point)),
         "MADE_LAST": str(int(made.is_last.get("images", False))),
         "WEIGHT_TILES": remainder_tiles(tile_rows, "AF_WEIGHT_TILE"),
         "PIXEL_TILES": remainder_tiles(tile_rows, "AF_PIXEL_TILE"),

@@ -17,12 +17,11 @@ from collections.abc import Mapping
 from autofuse.codegen.c.printer import INCLUDES
 from autofuse.codegen.c.register_transpose import TURN
 from autofuse.codegen.c.templates.common import size_macros
-from autofuse.codegen.c.templates.convolution import last_strides
+from autofuse.codegen.c.templates.window import Window, last_strides
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, TensorSpec
 from autofuse.ir.shape import Dim, contiguous_strides
 
-Pair = tuple[int, int]
 LARGEST_PANEL = 1 << 16  # taps times channels that are summed over: a thread's memory has as many rows of lanes
 
 
@@ -35,34 +34,27 @@ def is_last(name: str, spec: TensorSpec) -> bool:
     raise LoweringError("layout", f"expected a dense {name}, row by row or channels last, found {spec.strides}")
 
 
-def window_of(weight: TensorSpec, deep: int) -> Pair:
-    """The window of a weight, [N, C, H, W], whose dim ``deep`` is summed over.
+def keep_in_caches(window: Window, channels: Dim) -> None:
+    """Refuse a window whose panel of weights is too large for caches and for the memory of threads.
 
-    Raises LoweringError for sizes that vary, and where a panel of weights would be too large for caches and for the
-    memory of threads.
+    ``channels``: those that are summed over. Raises LoweringError.
     """
-    dims = weight.shape.dims
-    if not all(isinstance(size, int) and size > 0 for size in dims):
-        raise LoweringError("size", f"expected a weight of known size, found {weight.shape}")
-    window, most = (int(dims[2]), int(dims[3])), LARGEST_PANEL // int(dims[deep])
-    if window[0] * window[1] > most:
+    most = LARGEST_PANEL // int(channels)
+    if window.taps > most:
         raise LoweringError(
-            "window", f"expected windows of at most {most} elements for {dims[deep]} channels, found {window}"
+            "window", f"expected windows of at most {most} elements for {channels} channels, found {window.size}"
         )
-    return window
 
 
 def sizes_text(
-    form: NodeForm, known: Mapping[str, int], image: tuple[Dim, ...], result: tuple[Dim, ...], pairs: Mapping[str, Pair]
+    form: NodeForm, known: Mapping[str, int], image: tuple[Dim, ...], result: tuple[Dim, ...], window: Window
 ) -> str:
-    """Sizes as macros; ``pairs``: window, stride, padding and dilation, in both directions."""
+    """Sizes as macros."""
     dims: dict[str, Dim] = {
         "IMAGES": image[0], "C": image[1], "HEIGHT": image[2], "WIDTH_IN": image[3],
         "N": result[1], "OUT_HEIGHT": result[2], "OUT_WIDTH": result[3],
     }  # fmt: skip
-    for key, pair in pairs.items():
-        dims |= {f"{key}_Y": pair[0], f"{key}_X": pair[1]}
-    return "\n".join(size_macros(form, known, dims))
+    return "\n".join(size_macros(form, known, dims | window.dims))
 
 
 def remainder_tiles(tile_rows: int, tile: str) -> str:

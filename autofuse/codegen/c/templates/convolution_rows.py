@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from autofuse.codegen.c.printer import CSource
 from autofuse.codegen.c.templates.common import bias_of, bias_text, fill, header, pointer_of, spec_of, tile_of
-from autofuse.codegen.c.templates.convolution import pair_of, tile_knob
-from autofuse.codegen.c.templates.convolution_pairs import PAIRS, is_last, remainder_tiles, sizes_text, window_of
+from autofuse.codegen.c.templates.convolution import tile_knob
+from autofuse.codegen.c.templates.convolution_pairs import PAIRS, is_last, keep_in_caches, remainder_tiles, sizes_text
+from autofuse.codegen.c.templates.window import Window, window_of
 from autofuse.codegen.knobs import Knob, Sizes, default_config
 from autofuse.codegen.templates import CONVOLUTION_ROWS as NAME
 from autofuse.codegen.templates import Template
@@ -37,7 +38,7 @@ class ConvolutionRows:
     is_last: tuple[bool, bool]  # whether the channels of the images, and of the result, are contiguous
     image: tuple[Dim, ...]  # [N, C, H, W]
     result: tuple[Dim, ...]  # [N, C, H, W]
-    pairs: Mapping[str, tuple[int, int]]  # window, stride, padding and dilation, in both directions
+    window: Window
 
 
 @functools.lru_cache(maxsize=256)
@@ -47,11 +48,8 @@ def plan_convolution_rows(form: NodeForm) -> ConvolutionRows:
     if len(form.operations) != 1 or op.target != CONVOLUTION or form.outputs != (ValueRef(op.name),):
         raise LoweringError("anchor", f"expected one convolution and nothing else, found {op.target}")
     image, weight, result = spec_of(form, op.args[0]), spec_of(form, op.args[1]), op.outputs[0]
-    if {image.dtype, weight.dtype, result.dtype} != {"float32"}:
-        raise LoweringError("dtype", f"expected float32, found {image.dtype}, {weight.dtype}, {result.dtype}")
-    if len(image.shape) != 4 or op.args[6] or op.args[8] != 1:
-        raise LoweringError("kind", "expected images, and neither groups nor a transposed convolution")
-    window = window_of(weight, 1)
+    window = window_of(op, weight, (image, weight, result), 3)
+    keep_in_caches(window, weight.shape[1])
     if is_last("weight", weight):
         raise LoweringError("weight", f"expected a weight whose taps lie side by side, found {weight.strides}")
     lies = is_last("image", image), is_last("result", result)
@@ -66,12 +64,7 @@ def plan_convolution_rows(form: NodeForm) -> ConvolutionRows:
         lies,
         tuple(image.shape),
         tuple(result.shape),
-        {
-            "WINDOW": window,
-            "STRIDE": pair_of("stride", op.args[3]),
-            "PADDING": pair_of("padding", op.args[4]),
-            "DILATION": pair_of("dilation", op.args[5]),
-        },
+        window,
     )
 
 
@@ -86,13 +79,12 @@ def print_convolution_rows(form: NodeForm, config: Config, constants: Mapping[st
     tile_rows, vectors, bits = tile_of((*default_config(convolution_rows_knobs(form)), *config))
     image, weight, bias = made.pointers
     sizes = f"{'x'.join(map(str, made.image))} to {'x'.join(map(str, made.result))}"
-    what = ", ".join([sizes, *(f"{name.lower()} {pair}" for name, pair in made.pairs.items())])
     text = {
-        "HEADER": header(what, config, known),
+        "HEADER": header(f"{sizes}, window {made.window.size}, {made.window.moves}", config, known),
         "ROWS": str(tile_rows),
         "VECTORS": str(vectors),
         "WIDTH": str(bits // 32),
-        "SIZES": sizes_text(form, known, made.image, made.result, made.pairs),
+        "SIZES": sizes_text(form, known, made.image, made.result, made.window),
         "ROLES": _ROLES,
         "IMAGE": str(image),
         "WEIGHT": str(weight),
@@ -101,7 +93,7 @@ def print_convolution_rows(form: NodeForm, config: Config, constants: Mapping[st
         "IMAGE_LAST": str(int(made.is_last[0])),
         "MADE_LAST": str(int(made.is_last[1])),
         "WEIGHTS_LAST": "0",
-        "IS_CHECKED": str(int(any(made.pairs["PADDING"]))),
+        "IS_CHECKED": str(int(any(made.window.padding))),
         "PIXEL_TILES": remainder_tiles(tile_rows, "AF_PIXEL_TILE"),
     }
     return fill("convolution_rows", form, _TEXT, text)
