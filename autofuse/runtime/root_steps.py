@@ -16,6 +16,7 @@ from autofuse.observer.held_out import Held
 
 if TYPE_CHECKING:
     from autofuse.capture.guarded_call import DirectCall
+    from autofuse.runtime.plans import Plan
 
 
 class TimedStep(NamedTuple):
@@ -35,6 +36,38 @@ class RanPlans(NamedTuple):
 
     fused_nodes: int
     versions: frozenset[tuple[int, int, bool]]  # of each plan its number, its version, whether it ran as a CUDA graph
+
+
+class PlanLog:
+    """The plans of all graphs that run in a step.
+
+    A step ends with the next call of its root, which may never come: the model is gone. Then others' plans would gather
+    here, and each of their calls would take longer.
+    """
+
+    MOST_CALLS = 4096
+    MOST_PLANS = 512
+
+    def __init__(self) -> None:
+        self.plans: set[Plan] = set()
+        self.is_full = False  # it was given up, and holds nothing
+        self._calls = 0
+
+    @property
+    def ran(self) -> RanPlans | None:
+        """The plans; None where more have run than in a step."""
+        if self.is_full:
+            return None
+        return RanPlans(sum(plan.fused_nodes for plan in self.plans), frozenset(p.as_it_runs for p in self.plans))
+
+    def add(self, plan: Plan) -> bool:
+        """Note that a plan runs; False once it is full."""
+        self._calls += 1
+        self.plans.add(plan)
+        self.is_full = self.is_full or self._calls > self.MOST_CALLS or len(self.plans) > self.MOST_PLANS
+        if self.is_full:
+            self.plans.clear()
+        return not self.is_full
 
 
 class OpenStep(NamedTuple):

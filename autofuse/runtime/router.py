@@ -26,6 +26,7 @@ from autofuse.runtime.injector import INJECTOR
 from autofuse.runtime.live_races import HeldOutPlan
 from autofuse.runtime.loss_guard import fall_back_to_eager, refuses
 from autofuse.runtime.plans import NodeState, Plan, PlanScope, Replay, Timer, Untimed, cover
+from autofuse.runtime.root_steps import PlanLog
 from autofuse.runtime.step_records import GraphCall, Stopwatch
 from autofuse.runtime.usage import Usage
 from autofuse.strategies.joint_attention import forward_call
@@ -73,7 +74,7 @@ class GraphRouter:
         self.pending: dict[tuple[int, ...], Plan] = {}
         self.past = Usage()  # counters of evicted plans
         self.lookup: dict[tuple[int, ...], Plan] | _Noting = self.plans  # the dict in which calls find their plan
-        self._noted: dict[object, set[Plan]] = {}  # plans that have run, for each caller of `note_plans`
+        self._logs: tuple[PlanLog, ...] = ()  # in which it is noted which plans run
         self._clock = clock
         self._boxed_call = True  # AOTAutograd: args is a list that the callee empties
         self._lock = make_lock()  # held to create and change plans, never in a call
@@ -145,21 +146,20 @@ class GraphRouter:
             self._scope.unfused.clear()  # remaining plans have their own
             self._fused.clear()
 
-    def note_plans(self, whose: object) -> None:
-        """From now on, record for a caller which plans run."""
-        self._noted[whose] = set()
+    def note_plans(self, log: PlanLog) -> None:
+        """From now on, note which plans run, until `stop_noting` or until the log is full."""
+        self._logs = (*self._logs, log)
         self.lookup = _Noting(self)
 
-    def noted_plans(self, whose: object) -> Collection[Plan]:
-        """The plans that have run since then; ends the recording. Empty if there was none."""
-        noted = self._noted.pop(whose, ())
-        if not self._noted:
+    def stop_noting(self, log: PlanLog) -> None:
+        self._logs = tuple(other for other in self._logs if other is not log)
+        if not self._logs:
             self.lookup = self.plans
-        return list(noted)
 
     def _note(self, plan: Plan) -> None:
-        for noted in list(self._noted.values()):
-            noted.add(plan)
+        for log in self._logs:
+            if not log.add(plan):
+                self.stop_noting(log)
 
     def _stands_still(self) -> bool:
         """Whether a CUDA graph capture is under way, so that nothing may change or be measured."""

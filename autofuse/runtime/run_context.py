@@ -18,7 +18,7 @@ from autofuse.debug import Level, tell
 from autofuse.ir.records import Event, Refusal, RunStart
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime.graph_metrics_log import GraphMetricsLog
-from autofuse.runtime.root_steps import RanPlans, TimedStep
+from autofuse.runtime.root_steps import PlanLog, RanPlans, TimedStep
 from autofuse.runtime.snapshot import Snapshot
 from autofuse.runtime.store_thread import StoreThread
 from autofuse.script_signals import is_of_handler
@@ -60,7 +60,7 @@ class RunContext:
         self.routers: list[GraphRouter] = []
         self.refusals: list[Refusal] = []
         self.notes = GraphMetricsLog()
-        self._marks: set[object] = set()  # the observers of which plans run
+        self._logs: dict[object, PlanLog] = {}  # of the steps that are open, by who asked for them
         self.said: Counter[str] = Counter()  # how often each kind of notice came, whether or not it was printed
 
     # ---- messages to the user ---------------------------------------------------------------------
@@ -83,8 +83,9 @@ class RunContext:
     # ---- routed graphs ----------------------------------------------------------------------------
 
     def add_router(self, router: GraphRouter) -> None:
-        for whose in list(self._marks):
-            router.note_plans(whose)
+        for log in list(self._logs.values()):
+            if not log.is_full:
+                router.note_plans(log)
         self.routers.append(router)
         self.disturbances += 1
 
@@ -98,15 +99,19 @@ class RunContext:
 
     def mark_plans(self, whose: object) -> None:
         """Begin to record which plans run in a step of a root."""
-        self._marks.add(whose)
+        self.plans_since_mark(whose)
+        log = self._logs[whose] = PlanLog()
         for router in list(self.routers):
-            router.note_plans(whose)
+            router.note_plans(log)
 
-    def plans_since_mark(self, whose: object) -> RanPlans:
-        """The plans of all graphs that have run since then."""
-        self._marks.discard(whose)
-        plans = [plan for router in list(self.routers) for plan in router.noted_plans(whose)]
-        return RanPlans(sum(plan.fused_nodes for plan in plans), frozenset(plan.as_it_runs for plan in plans))
+    def plans_since_mark(self, whose: object) -> RanPlans | None:
+        """The plans of all graphs that have run since then; None where that is no step any more."""
+        log = self._logs.pop(whose, None)
+        if log is None:
+            return None
+        for router in list(self.routers):
+            router.stop_noting(log)
+        return log.ran
 
     # ---- files beside the store -------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import nn
 from autofuse.runtime.choice import Choice
 from autofuse.runtime.plan_limit import LEAST_SIZE, PlanLimit
 from autofuse.runtime.plans import Plan
+from autofuse.runtime.root_steps import PlanLog
 from autofuse.runtime.usage import MAX_SHAPES, Usage
 from autofuse.wrapper.node_call import make_unfused
 from tests.runtime.test_routed_graphs import Undecided, routed
@@ -135,18 +136,38 @@ def test_plans_that_run_are_noted_once_asked_for(model: nn.Module) -> None:
             fast(torch.randn(n, 8))
         for plan, fused in zip(catalogue.made, (1, 20, 300), strict=True):
             plan.fused_nodes = fused
-        assert not router.noted_plans("one")
-        router.note_plans("one")
+        one, other = PlanLog(), PlanLog()
+        router.note_plans(one)
         fast(torch.randn(4, 8))
         fast(torch.randn(4, 8))
-        router.note_plans("other")
+        router.note_plans(other)
         fast(torch.randn(5, 8))
-        assert {plan.fused_nodes for plan in router.noted_plans("one")} == {20, 300} and not router.noted_plans("one")
+        router.stop_noting(one)
+        assert {plan.fused_nodes for plan in one.plans} == {20, 300}
         fast(torch.randn(6, 8))
         catalogue.made[-1].fused_nodes = 4000
         fast(torch.randn(3, 8))
-        assert {plan.fused_nodes for plan in router.noted_plans("other")} == {1, 300, 4000}
+        router.stop_noting(other)
+        assert {plan.fused_nodes for plan in other.plans} == {1, 300, 4000} and len(one.plans) == 2
+        assert other.ran is not None and other.ran.fused_nodes == 4301
         assert router.lookup is router.plans
+
+
+def test_a_step_that_nobody_ends_costs_later_calls_nothing(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of a model that is gone ends never: it kept each plan that ran after it, evicted ones too."""
+    monkeypatch.setattr(PlanLog, "MOST_CALLS", 3)
+    fast, catalogue = limited(model, 1 << 10)
+    (router,) = catalogue.routers
+    log = PlanLog()
+    with torch.no_grad():
+        fast(torch.randn(4, 8))
+        router.note_plans(log)
+        for n in (4, 5, 6):
+            fast(torch.randn(n, 8))
+        assert len(log.plans) == 3 and router.lookup is not router.plans
+        fast(torch.randn(7, 8))
+    assert log.is_full and log.ran is None and not log.plans
+    assert router.lookup is router.plans
 
 
 def test_a_kernel_that_fails_is_given_up_by_all_that_share_it() -> None:
