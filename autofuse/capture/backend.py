@@ -26,6 +26,7 @@ from autofuse.capture.aliased_inputs import Writes, refuse_checkpointed_writes, 
 from autofuse.capture.double_backward import Alone, replayed
 from autofuse.capture.dynamo import note_read
 from autofuse.capture.dynamo_patches import not_of_our_traces
+from autofuse.capture.eagers_kernels import eagers_kernels
 from autofuse.capture.guarded_call import (
     has_subclasses,
     is_plain_graph,
@@ -203,6 +204,7 @@ def _compile_whole(
     # A donated buffer would be lost for a second backward pass (retain_graph=True), and none of our kernels takes one.
     with (
         torch._functorch.config.patch(donated_buffer=False),
+        eagers_kernels(),
         replayed(module) as replay,
         contextlib.ExitStack() as stack,
     ):

@@ -4,14 +4,16 @@ In: Dynamo's graph and AOTAutograd's compilation of it. Out: the same compiled g
 differentiated itself (``create_graph=True``) or vectorised (``is_grads_batched``), Dynamo's graph is run again in eager
 and eager's gradients are returned. Guarantee: these gradients are eager's; torch's own would raise, or give zeros where
 the graph's saved tensors need no gradient. Of inputs that the graph writes to and reads (the vectors of a spectral
-norm) a copy is kept from before. What cannot be run twice raises: graphs that write to inputs that need a gradient, and
-autograd functions of the user's own that `user_functions` cannot run again. Nothing changes for compilations
-of the user's own, nor for any other backward pass.
+norm) a copy is kept from before. What cannot be run twice are graphs that write to inputs that need a gradient, and
+autograd functions of the user's own that `user_functions` cannot run again: their gradients are those of the compiled
+backward pass, and raise where they are differentiated. Nothing changes for compilations of the user's own, nor for any
+other backward pass.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +50,8 @@ if hasattr(_aten, "_batch_norm_with_update_functional"):
 COUNTERS = {_aten.add.Tensor, _aten.copy_.default}  # of batches
 _NOT_TWICE = (
     "autofuse: expected a model that can be run again for the gradients of its gradients, found one that writes "
-    "to inputs that need a gradient or has an autograd.Function that turns gradients on or off. "
-    "Set AUTOFUSE_DISABLE=1 for this script."
+    "to inputs that need a gradient or has an autograd.Function that turns gradients on or off, such as one marked "
+    "with @once_differentiable. If it has second gradients in eager, set AUTOFUSE_DISABLE=1 for this script."
 )
 _OF_BASES = ("alias_of_intermediate", "alias_of_intermediate_save_as_output")
 
@@ -254,6 +256,18 @@ def written_by(metadata: Any) -> list[int]:
     return [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
 
 
+def _not_twice(grads: Sequence[torch.Tensor | None], found: Sequence[Any]) -> tuple[Any, ...]:
+    """Gradients that raise where they are differentiated, as those of a function marked with ``once_differentiable``.
+
+    ``grads``: of the outputs, by which the result depends on what the caller may differentiate.
+    """
+    if not any(grad is not None and grad.requires_grad for grad in grads):
+        return tuple(found)
+    leaves = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in found]
+    raising: tuple[Any, ...] = torch._C._functions.DelayedError(_NOT_TWICE.encode(), len(leaves))(*leaves)
+    return raising
+
+
 def _pairs(outputs: Any, grads: Sequence[Any], metadata: Any) -> Iterator[tuple[torch.Tensor, Any]]:
     """Outputs of Dynamo's graph, and the tensors that several of them are views of, each with its gradient."""
     flat = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
@@ -326,6 +340,16 @@ def _are_batched(grads: Sequence[torch.Tensor | None]) -> bool:
         torch._C._vmapmode_decrement_nesting()
 
 
+def _is_due(replay: Replay, spec: Any, ctx: Any) -> bool:
+    """Whether eager's backward pass would be another one than the compiled pass, for what has changed since."""
+    metadata = spec.fw_metadata
+    if anomaly.is_on() and not replay.runs_once(ctx.autofuse_inputs, metadata):  # who made the NaN?
+        return True
+    if metadata.deterministic is False and torch.are_deterministic_algorithms_enabled():
+        return True
+    return not spec.disable_amp and torch._C._is_any_autocast_enabled()  # eager's matmuls are cast
+
+
 def _teach(function: Any, replay: Replay, spec: Any) -> None:
     metadata = spec.fw_metadata
     # No buffer is donated. AOTAutograd leaves None, which its check of retain_graph=True takes for some (torch 2.13).
@@ -347,13 +371,11 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
     def backward_or_replay(grads: Any, ctx: Any, *rest: Any) -> Any:
         if ctx.autofuse_inputs is None:  # an earlier pass has freed all
             _ = ctx.saved_tensors  # raises as eager does
-        if (
-            torch.is_grad_enabled()
-            or _are_batched(grads[0])
-            or (anomaly.is_on() and not replay.runs_once(ctx.autofuse_inputs, metadata))  # who made the NaN?
-            or (metadata.deterministic is False and torch.are_deterministic_algorithms_enabled())  # since the forward
-            or (not spec.disable_amp and torch._C._is_any_autocast_enabled())  # likewise: eager's matmuls are cast
-        ):
+        if torch.is_grad_enabled() and replay.runs_once(ctx.autofuse_inputs, metadata) and not _are_batched(grads[0]):
+            given = list(grads[0])  # the list is emptied
+            with torch.no_grad():
+                return _not_twice(given, backward_or_replay(grads, ctx, *rest))
+        if torch.is_grad_enabled() or _are_batched(grads[0]) or is_due(ctx):
             return replay.gradients(ctx, grads[0], metadata)
         found = cut_for(ctx)
         if found is not None:
@@ -377,10 +399,12 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
         grads[0][:] = filled(grads[0], tangents, ctx)
         return replay.reach.only_reached(backward(grads, ctx, *rest), present)
 
+    is_due = functools.partial(_is_due, replay, spec)
+
     def forget_inputs(ctx: Any) -> None:
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.autofuse_inputs = None  # as eager frees what it has saved
 
     # Where backward() is called inside of what torch.compile runs, Dynamo sees all frames of the backward pass.
-    mark_all_below(forward_and_keep, backward_or_replay, forget_inputs, _are_batched)
+    mark_all_below(forward_and_keep, backward_or_replay, forget_inputs, _are_batched, _is_due, _not_twice)
     function._fwd_fn, function._bwd_fn = forward_and_keep, backward_or_replay

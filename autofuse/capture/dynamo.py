@@ -25,6 +25,7 @@ from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autofuse.capture import dynamo_gaps as dynamo_gaps
 from autofuse.capture.class_guards import guard_classes
 from autofuse.capture.conv_guards import without_batch_guards
 from autofuse.capture.cuda_guard import keep_cuda_guard

@@ -236,6 +236,20 @@ def test_a_function_that_turns_gradients_off_itself_raises(function):
         torch.testing.assert_close(found, penalty_gradients(eager, eager, 3))
 
 
+@pytest.mark.parametrize("function", [Constant, Once, Deep])
+def test_its_first_gradients_are_eagers_where_they_may_be_differentiated(function):
+    """A script may ask for ``create_graph`` and never differentiate again."""
+    eager = Calls(function.apply)
+    model = copy.deepcopy(eager)
+    found = []
+    for call in (eager, captured(model)):
+        x = torch.linspace(-1.0, 1.0, 24).view(3, 8).requires_grad_()
+        (gradient,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        assert gradient.requires_grad
+        found.append(gradient.detach())
+    assert torch.equal(*found)
+
+
 def test_a_function_without_a_source_raises():
     made = {"torch": torch}
     source = textwrap.dedent(inspect.getsource(Square)).replace("class Square", "class Made")
