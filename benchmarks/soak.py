@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -40,6 +41,7 @@ EVERY_SECONDS = 5.0
 BLOCK = 12  # samples, a minute: neighbours are alike, so whole blocks are drawn
 DRAWS = 1000
 GROWS = 0.01  # of the mean, an hour
+_PATHS = re.compile(r" Next: .*| \(autofuse [^)]*\)")  # what autofuse says to type, with this run's store in it
 
 
 @dataclass
@@ -172,7 +174,7 @@ def soak(name: str, seconds: float, is_plain: bool = False) -> dict[str, Any]:
         "slopes": {key: with_interval(found, draw) for key, found in series.items()},
         "steps_late_over_middle": pace(printed, seconds, draw),
         "minutes": minutes,  # one sample a minute of each, to see whether it grows by steps
-        "said": [text.partition(" Next: ")[0] for text in said if text.startswith("autofuse: ")],  # no paths
+        "said": [_PATHS.sub("", text) for text in said if text.startswith("autofuse: ")],
     }
 
 
