@@ -256,13 +256,8 @@ def written_by(metadata: Any) -> list[int]:
     return [i for i, info in enumerate(metadata.input_info) if info.mutates_data]
 
 
-def _not_twice(grads: Sequence[torch.Tensor | None], found: Sequence[Any]) -> tuple[Any, ...]:
-    """Gradients that raise where they are differentiated, as those of a function marked with ``once_differentiable``.
-
-    ``grads``: of the outputs, by which the result depends on what the caller may differentiate.
-    """
-    if not any(grad is not None and grad.requires_grad for grad in grads):
-        return tuple(found)
+def _not_twice(found: Sequence[Any]) -> tuple[Any, ...]:
+    """Gradients that raise where they are differentiated, as those of a ``once_differentiable`` function do."""
     leaves = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in found]
     raising: tuple[Any, ...] = torch._C._functions.DelayedError(_NOT_TWICE.encode(), len(leaves))(*leaves)
     return raising
@@ -372,9 +367,9 @@ def _teach(function: Any, replay: Replay, spec: Any) -> None:
         if ctx.autofuse_inputs is None:  # an earlier pass has freed all
             _ = ctx.saved_tensors  # raises as eager does
         if torch.is_grad_enabled() and replay.runs_once(ctx.autofuse_inputs, metadata) and not _are_batched(grads[0]):
-            given = list(grads[0])  # the list is emptied
             with torch.no_grad():
-                return _not_twice(given, backward_or_replay(grads, ctx, *rest))
+                found = backward_or_replay(grads, ctx, *rest)
+            return _not_twice(found)
         if torch.is_grad_enabled() or _are_batched(grads[0]) or is_due(ctx):
             return replay.gradients(ctx, grads[0], metadata)
         found = cut_for(ctx)

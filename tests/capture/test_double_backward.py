@@ -250,6 +250,20 @@ def test_its_first_gradients_are_eagers_where_they_may_be_differentiated(functio
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("function", [Constant, Once, Deep])
+def test_its_second_gradients_are_never_left_out_without_a_word(function):
+    """The gradient depends on the weights before and behind it, also where that of the loss depends on nothing."""
+    model = Calls(function.apply)
+    x = torch.linspace(-1.0, 1.0, 24).view(3, 8).requires_grad_()
+    (gradient,) = torch.autograd.grad(captured(model)(x).sum(), x, create_graph=True)
+    with contextlib.ExitStack() as stack:
+        if torch.__version__ >= (2, 12):
+            stack.enter_context(pytest.raises(RuntimeError, match="turns gradients on or off"))
+        elif function is Once:
+            stack.enter_context(pytest.raises(RuntimeError, match="once_differentiable"))
+        (model.head.weight.sum() + gradient.square().sum()).backward()
+
+
 def test_a_function_without_a_source_raises():
     made = {"torch": torch}
     source = textwrap.dedent(inspect.getsource(Square)).replace("class Square", "class Made")
