@@ -96,6 +96,7 @@ class _Planner:
         self.row_reduces = [n for n in self.live if kernel.values[n].op in ROW_RESULTS]
         self.loop_sinks = [n for n in self.live if kernel.values[n].op in ("col_reduce", "full_reduce")]
         self.widen = widen and bool(self.row_reduces)
+        self.cones = _cones(kernel, self.found)
         self.cost = cone_cost(kernel, self.found)
         in_columns = {n for n in self.live if self.found[n].cols and not self.found[n].post}
         self.in_columns = in_columns
@@ -163,19 +164,27 @@ class _Planner:
             row_values=tuple(row_values),
             values=tuple(computed),
             buffer_reads=tuple(sorted({*(reach & available), *fresh})),
-            buffer_writes=tuple(self._worth_keeping(stage, computed)),
+            buffer_writes=tuple(self._worth_keeping(stage, computed, set(fresh))),
             reductions=tuple(n for n in self.row_reduces if self.found[n].stage - 1 == stage),
             sinks=tuple(n for n in self.loop_sinks if self.found[self._reduced(n)].stage == stage),
             stores=tuple(s for s, r in self.full_stores if r.stage == stage),
         )
 
-    def _worth_keeping(self, stage: int, computed: list[int]) -> list[int]:
-        """The values of a pass that a later pass reads back more cheaply than it would calculate them again."""
+    def _worth_keeping(self, stage: int, computed: list[int], widened: set[int]) -> list[int]:
+        """The values of a pass that a later pass reads back more cheaply than it would calculate them again.
+
+        Costly ones, and those of a widened load and another one: the later pass reads one buffer in place of two.
+        """
         if not self.keep or not self.roots[stage]:
             return []
         later = set().union(*(self.wanted[s] for s in self.wanted if s > stage))
-        costly = [n for n in computed if n in later and self.cost[n] >= WORTH_KEEPING]
+        costly = [n for n in computed if n in later and (self.cost[n] >= WORTH_KEEPING or self._joins(n, widened))]
         return _frontier(self.kernel, [n for n in costly if self.kernel.values[n].dtype != "bool"], self.wanted, stage)
+
+    def _joins(self, number: int, widened: set[int]) -> bool:
+        """Whether a value is calculated from a widened load and from another load."""
+        cone = self.cones[number]
+        return not widened.isdisjoint(cone) and sum(self.kernel.values[n].op == "load" for n in cone) > 1
 
 
 def _narrow_loads(kernel: LoopKernel, numbers: list[int]) -> list[int]:
@@ -235,10 +244,15 @@ def _used_inside(kernel: LoopKernel, number: int, reach: set[int]) -> bool:
 
 def cone_cost(kernel: LoopKernel, found: list[Region]) -> list[int]:
     """Rough cost of each value, in arithmetic operations, where a pass over the columns calculates it anew."""
+    return [sum(COST.get(kernel.values[n].op, 1) for n in cone) for cone in _cones(kernel, found)]
+
+
+def _cones(kernel: LoopKernel, found: list[Region]) -> list[frozenset[int]]:
+    """For each value that varies along columns, what a pass over them calculates for it, itself included."""
     cones: list[frozenset[int]] = []
     for number, value in enumerate(kernel.values):
         if found[number].cols and not found[number].post:
             cones.append(frozenset({number}).union(*(cones[a] for a in value.args)))
         else:
             cones.append(frozenset())
-    return [sum(COST.get(kernel.values[n].op, 1) for n in cone) for cone in cones]
+    return cones

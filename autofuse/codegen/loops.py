@@ -170,10 +170,12 @@ REDUCE_KINDS = ("sum", "max", "min", "peak", "prod", "any", "all")  # peak: a ma
 
 SCAN_KINDS = ("sum", "prod", "max", "min", "logsum")  # logsum: logarithms of the sums of exponentials
 
-TRANSCENDENTAL = (
+LIBRARY_FUNCTIONS = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
     "acos", "atan", "erf", "erfc", "asinh", "acosh", "atanh",
 )  # fmt: skip
+# normal_cdf: (1 + erf(x / sqrt(2))) / 2, with errors relative to 1, as in gelu.
+TRANSCENDENTAL = (*LIBRARY_FUNCTIONS, "normal_cdf")
 UNARY = (
     *TRANSCENDENTAL, "neg", "abs", "sqrt", "rsqrt", "reciprocal", "floor", "ceil", "round", "trunc", "sign",
     "not", "bitnot", "isnan", "isinf", "lgamma",

@@ -6,6 +6,7 @@ differently: tables for ops of one operand, and the methods that are abstract he
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
@@ -17,6 +18,11 @@ INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
     "ge": ">=", "and": "&", "or": "|", "xor": "^", "bitand": "&", "bitor": "|", "bitxor": "^",
 }  # fmt: skip
+
+
+def normal_cdf(a: str, erf: Callable[[str], str | None], number: Callable[[float], str]) -> str:
+    """(1 + erf(a / sqrt(2))) / 2 as text. ``erf``: the text of a call of erf; ``number``: that of a constant."""
+    return f"({erf(f'{a} * {number(math.sqrt(0.5))}')} + {number(1.0)}) * {number(0.5)}"
 
 
 class ScalarPrinter(ABC):

@@ -62,7 +62,7 @@ def knobs_for(kernel: LoopKernel, symbol_values: Mapping[str, int] | None = None
     ]
     if any((v.op, v.dtype) in INLINE_CALLS for v in kernel.values):
         knobs.append(
-            Knob("math", ("inline", "library"), "inline", "own exp and erf, or the library's vector functions")
+            Knob("math", ("inline", "library"), "inline", "own exp, erf and cdf, or the library's vector functions")
         )
     if can_transpose(kernel):
         knobs.append(Knob("blocks", (True, False), True, "visit rows and columns in blocks that stay in the caches"))

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from autofuse.codegen.c.math import INLINE_CALLS, INLINE_MATH
 from autofuse.codegen.c.register_transpose import TURN, WIDTH
 from autofuse.codegen.dtypes import VALUE_TYPE, dtype, is_float
-from autofuse.codegen.loops import TRANSCENDENTAL, LoopValue
-from autofuse.codegen.scalar import INFIX, ScalarPrinter
+from autofuse.codegen.loops import LIBRARY_FUNCTIONS, LoopValue
+from autofuse.codegen.scalar import INFIX, ScalarPrinter, normal_cdf
 
 # ---- constants ------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def literal(value: object, name: str) -> str:
 # ---- ops ------------------------------------------------------------------------------------------------
 
 _CALLS = {
-    **{op: op for op in (*TRANSCENDENTAL, "sqrt", "floor", "ceil", "pow", "atan2", "hypot")},
+    **{op: op for op in (*LIBRARY_FUNCTIONS, "sqrt", "floor", "ceil", "pow", "atan2", "hypot")},
     **{op: op for op in ("lgamma", "copysign", "nextafter")},
     "round": "rint",
     "trunc": "trunc",
@@ -117,6 +117,8 @@ class CScalars(ScalarPrinter):
             return f"af_{op}_{'f32' if name == 'float32' else 'f64'}({', '.join(args)})"
         if self.fast and (op, name) in INLINE_CALLS:
             return f"{INLINE_CALLS[op, name]}({args[0]})"
+        if op == "normal_cdf":
+            return normal_cdf(args[0], lambda a: self.function("erf", name, [a]), lambda n: literal(n, name))
         return f"{_CALLS[op]}{'f' if name == 'float32' else ''}({', '.join(args)})" if op in _CALLS else None
 
     def infix(self, op: str, name: str, source: str, args: Sequence[str]) -> str:
@@ -312,7 +314,7 @@ static inline void af_stream_fence(void) {
 VECTOR_MATH: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("exp", "log", "sin", "cos"), (1, 1)),
     "pow": (2, 1),
-    **{f: (1, 2) for f in TRANSCENDENTAL if f not in ("exp", "log", "sin", "cos")},
+    **{f: (1, 2) for f in LIBRARY_FUNCTIONS if f not in ("exp", "log", "sin", "cos")},
     **dict.fromkeys(("atan2", "hypot"), (2, 2)),
 }  # fmt: skip
 

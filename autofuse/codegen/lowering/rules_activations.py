@@ -34,7 +34,7 @@ def _leaky_relu(b: Builder, to: str, x: Val, slope: Number = 0.01, **kw: Number)
 def _gelu(b: Builder, to: str, x: Val, approximate: str = "none") -> Val:
     if approximate == "tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u): one exp, no cancellation
         return b.div(x, b.add(b.apply("exp", b.mul(_gelu_inner(b, x), -2)), 1))
-    return b.mul(b.mul(x, 0.5), b.add(b.apply("erf", b.mul(x, math.sqrt(0.5))), 1))
+    return b.mul(x, b.apply("normal_cdf", x))
 
 
 _GELU_BETA, _GELU_KAPPA = math.sqrt(2 / math.pi), 0.044715
@@ -107,7 +107,7 @@ def _gelu_backward(b: Builder, to: str, grad: Val, x: Val, approximate: str = "n
         slope = b.mul(b.add(b.mul(b.mul(x, x), 3 * _GELU_KAPPA), 1), 2 * _GELU_BETA)
         right = b.mul(b.mul(x, b.mul(s, b.sub(b.const(1, to), s))), slope)
         return b.mul(grad, b.add(s, right))
-    cdf = b.mul(b.add(b.apply("erf", b.mul(x, math.sqrt(0.5))), 1), 0.5)
+    cdf = b.apply("normal_cdf", x)
     pdf = b.mul(b.apply("exp", b.mul(b.mul(x, x), -0.5)), 1 / math.sqrt(2 * math.pi))
     return b.mul(grad, b.add(cdf, b.mul(x, pdf)))
 

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from autofuse.codegen.dtypes import is_float
-from autofuse.codegen.loops import TRANSCENDENTAL, LoopValue
-from autofuse.codegen.scalar import INFIX, ScalarPrinter
+from autofuse.codegen.loops import LIBRARY_FUNCTIONS, LoopValue
+from autofuse.codegen.scalar import INFIX, ScalarPrinter, normal_cdf
 from autofuse.errors import LoweringError
 
 TYPES: Mapping[str, str] = {
@@ -63,7 +63,7 @@ def can_be_literal(name: str) -> bool:
 TAKES_LITERALS = frozenset([*INFIX, "where", "maximum", "minimum"]) - {"div", "and", "or", "xor"}
 
 _LIBRARY = {
-    **{op: op for op in TRANSCENDENTAL},
+    **{op: op for op in LIBRARY_FUNCTIONS},
     "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "nearbyint", "rsqrt": "rsqrt", "pow": "pow",
     **{op: op for op in ("atan2", "fmod", "hypot", "copysign", "nextafter", "lgamma")},
 }  # fmt: skip
@@ -146,6 +146,8 @@ class TritonScalars(ScalarPrinter):
             return f"tl.where(({rest} != 0) & (({rest} < 0) != ({args[1]} < 0)), {rest} + {args[1]}, {rest})"
         if self.fast and op in FAST and name == "float32":
             return f"tl.{op}({args[0]})"
+        if op == "normal_cdf":
+            return normal_cdf(args[0], lambda a: self.function("erf", name, [a]), lambda n: literal(n, name))
         return f"libdevice.{_LIBRARY[op]}({', '.join(args)})" if op in _LIBRARY else None
 
     def infix(self, op: str, name: str, source: str, args: Sequence[str]) -> str:

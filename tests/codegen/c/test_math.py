@@ -100,6 +100,40 @@ def test_exp_at_the_ends(name: str, functions: dict[str, Function]) -> None:
         assert functions[name](torch.tensor([math.inf, 3e38, 88.72284, 89.0, 100.0])).tolist() == [math.inf] * 5
 
 
+def test_erf(functions: dict[str, Function]) -> None:
+    x = everywhere(-6.0, 6.0)
+    found, exact = functions["af_erf_f32"](x), torch.erf(x.double())
+    assert float((found.double() - exact).abs().max()) < 3.6e-7 and worst_ulp(found, exact) < 8.0
+    assert functions["af_erf_f32"](torch.tensor([-math.inf, -4.0, 0.0, 4.0, 3e38])).tolist() == [
+        -1.0,
+        -1.0,
+        0.0,
+        1.0,
+        1.0,
+    ]
+
+
+def test_normal_cdf(functions: dict[str, Function]) -> None:
+    x = everywhere(-8.0, 8.0)
+    found, exact = functions["af_normal_cdf_f32"](x), torch.special.ndtr(x.double())
+    assert float((found.double() - exact).abs().max()) < 2.6e-7
+    assert found.min() == 0.0 and found.max() == 1.0
+    ends = torch.tensor(
+        [-math.inf, -3e38, -1e19, -5.5, 0.0, 5.5, 1e19, 3e38, math.inf]
+    )  # products of large ones overflow
+    assert functions["af_normal_cdf_f32"](ends).tolist() == [0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_backward"])
+@pytest.mark.parametrize("math_knob", ["inline", "library"])
+def test_gelu_takes_the_normal_cdf(name: str, math_knob: str) -> None:
+    text = print_c(
+        lower(CASES[f"unary_{name}" if name == "gelu" else name].form()), make_config({"math": math_knob})
+    ).text
+    assert ("af_normal_cdf_f32(x" in text) is (math_knob == "inline")
+    assert ("(erff(" in text) is (math_knob == "library")
+
+
 @pytest.mark.parametrize("name", INLINE_MATH)
 def test_nan_of_any_payload(name: str, functions: dict[str, Function]) -> None:
     """The bits of a NaN must not reach the exponent of a result."""
