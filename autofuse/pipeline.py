@@ -18,7 +18,7 @@ from autofuse.capture.backend import as_it_is, boxed, compile_with, has_no_work,
 from autofuse.capture.dynamo import CAPTURE_ERRORS, note_trace
 from autofuse.capture.graph_import import ImportedGraph, import_graph
 from autofuse.capture.guarded_call import plain_call
-from autofuse.capture.random_ops import regenerate_dropout, restore_dropout, split_dropout
+from autofuse.capture.passes.random_ops import regenerate_dropout, restore_dropout, split_dropout
 from autofuse.capture.traced import OF_THE_LOSS, being_traced
 from autofuse.debug import Level, tell
 from autofuse.errors import ShapeError

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.graph_import import import_graph
-from autofuse.capture.random_ops import split_dropout
+from autofuse.capture.passes.random_ops import split_dropout
 from autofuse.codegen.in_place import why_not
 from autofuse.fusion.engine import FusionEngine
 from autofuse.ir.optable import VIEWS, info

@@ -17,12 +17,12 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autofuse.capture.aliased_inputs import CheckpointWrites
 from autofuse.capture.backend import compile_with
-from autofuse.capture.double_backward import LostOutputs
+from autofuse.capture.corrections.aliased_inputs import CheckpointWrites
+from autofuse.capture.corrections.double_backward import LostOutputs
 from autofuse.capture.graph_import import import_graph
-from autofuse.capture.joint_graph import OverlappingGradients, ViewGivenOut
-from autofuse.capture.random_ops import split_dropout
+from autofuse.capture.passes.joint_graph import OverlappingGradients, ViewGivenOut
+from autofuse.capture.passes.random_ops import split_dropout
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.codegen.in_place import why_not
 from autofuse.fusion.engine import FusionEngine

@@ -15,7 +15,7 @@ from torch import fx
 
 from autofuse.capture.backend import compile_with
 from autofuse.capture.graph_import import ImportedGraph, import_graph
-from autofuse.capture.random_ops import split_dropout
+from autofuse.capture.passes.random_ops import split_dropout
 from autofuse.codegen.call import torch_dtype
 from autofuse.codegen.in_place import why_not
 from autofuse.codegen.knobs import default_config

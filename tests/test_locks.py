@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autofuse import locks
-from autofuse.capture import graph_cache
+from autofuse.capture.kept import graph_cache
 from autofuse.observer import module_calls
 from autofuse.observer.device_timer import LateTimes
 from autofuse.observer.observer import Observer

@@ -22,11 +22,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis
 from torch._functorch.aot_autograd import make_boxed_func
 
-from autofuse.capture.aliased_inputs import Writes, refuse_checkpointed_writes, unseen, written_statistics
-from autofuse.capture.double_backward import Alone, replayed
+from autofuse.capture.corrections.aliased_inputs import Writes, refuse_checkpointed_writes, unseen, written_statistics
+from autofuse.capture.corrections.double_backward import Alone, replayed
+from autofuse.capture.corrections.dynamo_patches import not_of_our_traces
+from autofuse.capture.corrections.eagers_kernels import eagers_kernels
+from autofuse.capture.corrections.shared_elements import writes_shared_elements
+from autofuse.capture.corrections.sparse_gradients import has_sparse_gradients
 from autofuse.capture.dynamo import note_read
-from autofuse.capture.dynamo_patches import not_of_our_traces
-from autofuse.capture.eagers_kernels import eagers_kernels
 from autofuse.capture.guarded_call import (
     has_subclasses,
     is_plain_graph,
@@ -34,22 +36,20 @@ from autofuse.capture.guarded_call import (
     note_plain_training,
     plain_call,
 )
-from autofuse.capture.joint_graph import refuse_views_given_out
-from autofuse.capture.loss_alone import loss_alone
-from autofuse.capture.random_ops import pass_idle_dropout
-from autofuse.capture.recompute import partition
-from autofuse.capture.repeated_blocks import take_apart
-from autofuse.capture.shared_elements import writes_shared_elements
-from autofuse.capture.simplify import simplify
-from autofuse.capture.sparse_gradients import has_sparse_gradients
-from autofuse.capture.statistics_dtypes import correct_statistics
+from autofuse.capture.passes.joint_graph import refuse_views_given_out
+from autofuse.capture.passes.loss_alone import loss_alone
+from autofuse.capture.passes.random_ops import pass_idle_dropout
+from autofuse.capture.passes.recompute import partition
+from autofuse.capture.passes.repeated_blocks import take_apart
+from autofuse.capture.passes.simplify import simplify
+from autofuse.capture.passes.statistics_dtypes import correct_statistics
 from autofuse.capture.traced import OF_THE_LOSS, Keeper, being_traced
 from autofuse.debug import Level, tell
 from autofuse.preserve_rng import untouched
 
 if TYPE_CHECKING:
-    from autofuse.capture.double_backward import Replay
-    from autofuse.capture.graph_cache import GraphCache
+    from autofuse.capture.corrections.double_backward import Replay
+    from autofuse.capture.kept.graph_cache import GraphCache
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _keeping(compile_phase: CompilePhase, keeper: Keeper | None) -> GraphCache |
         return None
     try:
         with untouched():
-            from autofuse.capture.graph_cache import IS_SUPPORTED, GraphCache
+            from autofuse.capture.kept.graph_cache import IS_SUPPORTED, GraphCache
     except ImportError as error:
         log.debug("graphs are not kept with this torch: %s", error)
         return None

@@ -25,15 +25,15 @@ from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofuse.capture import dynamo_gaps as dynamo_gaps
-from autofuse.capture.class_guards import guard_classes
-from autofuse.capture.conv_guards import without_batch_guards
-from autofuse.capture.cuda_guard import keep_cuda_guard
-from autofuse.capture.dynamo_patches import not_of_our_traces
+from autofuse.capture.corrections import dynamo_gaps as dynamo_gaps
+from autofuse.capture.corrections.class_guards import guard_classes
+from autofuse.capture.corrections.conv_guards import without_batch_guards
+from autofuse.capture.corrections.cuda_guard import keep_cuda_guard
+from autofuse.capture.corrections.dynamo_patches import not_of_our_traces
+from autofuse.capture.corrections.suppressed_errors import suppressed_behind_breaks as suppressed_behind_breaks
+from autofuse.capture.corrections.suppressed_errors import suppressed_errors as suppressed_errors
 from autofuse.capture.graph_break_call import find_parted
 from autofuse.capture.guarded_call import DirectCalls
-from autofuse.capture.suppressed_errors import suppressed_behind_breaks as suppressed_behind_breaks
-from autofuse.capture.suppressed_errors import suppressed_errors as suppressed_errors
 from autofuse.capture.traced import ROOT_FILE, Keeper, TracedElsewhere
 from autofuse.preserve_rng import untouched
 from autofuse.script_signals import held_back
@@ -41,7 +41,7 @@ from autofuse.startup import gc_pause
 from autofuse.warning_filters import unchanged
 
 if TYPE_CHECKING:
-    from autofuse.capture.trace_cache import Plans, TraceCache
+    from autofuse.capture.kept.trace_cache import Plans, TraceCache
 
 log = logging.getLogger(__name__)
 
@@ -250,8 +250,8 @@ def _traces(key: str, function: Any, keeper: Keeper, plans: Plans) -> TraceCache
     """The trace cache; like `_keeping`, it needs parts of torch, and of Dynamo, that other versions may lack."""
     try:
         with untouched():
-            from autofuse.capture.graph_cache import IS_SUPPORTED
-            from autofuse.capture.trace_cache import TraceCache
+            from autofuse.capture.kept.graph_cache import IS_SUPPORTED
+            from autofuse.capture.kept.trace_cache import TraceCache
     except ImportError as error:
         log.debug("traces are not kept with this torch: %s", error)
         return None

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autofuse.capture.check_unfused import check_unfused, form_of_one
 from autofuse.capture.decompose import NotTraced, decomposed, traced, without_writes
 from autofuse.capture.graph_sizes import GraphSizes
-from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
+from autofuse.capture.passes.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 from autofuse.errors import AutofuseError
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.composites import accepts

@@ -22,7 +22,7 @@ import autofuse
 from autofuse.private_files import PrivateFolder
 
 if TYPE_CHECKING:
-    from autofuse.capture.double_backward import Replay
+    from autofuse.capture.corrections.double_backward import Replay
 
 OF_THE_LOSS = "backward, of the loss alone"  # the phase of a graph that `loss_alone` makes
 ROOT_FILE = "<autofuse root"  # so begins the name of the file that a captured root's code says it comes from

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._functorch._aot_autograd import runtime_wrappers
 
-from autofuse.capture.autograd_function import needs_tangent, passes_of
+from autofuse.capture.corrections.autograd_function import needs_tangent, passes_of
 
 Pass = Callable[..., Any]
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter

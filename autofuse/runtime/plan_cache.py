@@ -59,7 +59,7 @@ _MOST_NUMBERS = 4096
 
 
 class PlanCache:
-    """The planner's part of `capture.trace_cache`."""
+    """The planner's part of `capture.kept.trace_cache`."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from autofuse.capture.graph_import import ImportedGraph
-from autofuse.capture.joint_graph import backward_of
+from autofuse.capture.passes.joint_graph import backward_of
 from autofuse.codegen.in_place import why_not
 from autofuse.errors import AutofuseError
 from autofuse.fusion.config import FusionConfig

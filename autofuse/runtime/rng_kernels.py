@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autofuse.capture.random_ops import use_generator
+from autofuse.capture.passes.random_ops import use_generator
 from autofuse.codegen.c.bernoulli import make_bernoulli
 from autofuse.gpu import philox
 from autofuse.ir.records import Event

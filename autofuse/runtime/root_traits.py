@@ -40,7 +40,7 @@ def device_of(module: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _share_once(module: torch.nn.Module, modules: int, min_blocks: int) -> float:
-    """Share of the work that remains if consecutive equal blocks are captured once (`capture.repeated_blocks`)."""
+    """Share of the work that remains if consecutive equal blocks are captured once (`capture.passes`)."""
     if not min_blocks:
         return 1.0
     spared = 0.0

@@ -22,7 +22,7 @@ NAMES = (
 )  # fmt: skip
 TRACING = ("functorch", "mpmath", "networkx", "sympy", "triton")  # torch's functions import them when they are called
 _MODULES = (
-    "autofuse.capture.trace_cache",
+    "autofuse.capture.kept.trace_cache",
     "autofuse.runtime.optim_router",
     "autofuse.pipeline",
     "autofuse.runtime.catalogue",

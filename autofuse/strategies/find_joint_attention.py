@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autofuse.capture.graph_import import ImportedGraph, import_graph
-from autofuse.capture.joint_graph import BothPasses, Counterpart, join
+from autofuse.capture.passes.joint_graph import BothPasses, Counterpart, join
 from autofuse.errors import FusionError
 from autofuse.ir.records import Refusal
 from autofuse.ir.shape import free_symbols

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
+from autofuse.capture.passes.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 from autofuse.ir.optable import is_librarys
 from autofuse.library_operators import called
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.autograd import forward_ad
 
-from autofuse.capture.random_ops import bernoulli_mask, dropout_scale, philox_dropout
+from autofuse.capture.passes.random_ops import bernoulli_mask, dropout_scale, philox_dropout
 
 # A context in which calls of this thread skip the layer; None where torch lacks it.
 _below: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(

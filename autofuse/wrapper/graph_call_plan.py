@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autofuse.capture.graph_import import ImportedGraph
-from autofuse.capture.joint_graph import backward_of
+from autofuse.capture.passes.joint_graph import backward_of
 from autofuse.codegen.in_place import FRESH, Pairs, Step, find_reuse
 from autofuse.errors import ShapeError
 from autofuse.fusion.node import FusionNode

@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from autofuse.capture.random_ops import bernoulli_mask, philox_dropout
+from autofuse.capture.passes.random_ops import bernoulli_mask, philox_dropout
 from autofuse.errors import ShapeError
 from autofuse.ir.operation import ValueRef
 from autofuse.ir.optable import OpKind, info

@@ -7,7 +7,8 @@ import functools
 import torch
 import torch._dynamo
 
-from autofuse.capture import dynamo, dynamo_patches
+from autofuse.capture import dynamo
+from autofuse.capture.corrections import dynamo_patches
 
 
 def test_only_the_guards_of_other_traces_are_timed() -> None:

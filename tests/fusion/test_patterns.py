@@ -12,7 +12,7 @@ from torch import nn
 import autofuse
 from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.graph_import import import_graph
-from autofuse.capture.random_ops import split_dropout
+from autofuse.capture.passes.random_ops import split_dropout
 from autofuse.errors import FusionError, SettingsError, UnknownOpError
 from autofuse.fusion import FusionConfig, FusionEngine, FusionPattern, patterns
 from autofuse.fusion.pattern_file import read_patterns

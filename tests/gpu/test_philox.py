@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autofuse.capture.graph_import import import_graph
-from autofuse.capture.random_ops import philox_dropout, regenerate_dropout
+from autofuse.capture.passes.random_ops import philox_dropout, regenerate_dropout
 from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.knobs import default_config
 from autofuse.codegen.lowering.lower import lower

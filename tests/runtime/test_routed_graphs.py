@@ -15,7 +15,7 @@ from torch import nn
 from autofuse.capture.backend import compile_with
 from autofuse.capture.dynamo import capture_settings
 from autofuse.capture.graph_import import import_graph
-from autofuse.capture.random_ops import split_dropout
+from autofuse.capture.passes.random_ops import split_dropout
 from autofuse.codegen.lowering.lower import lower
 from autofuse.errors import LoweringError
 from autofuse.fusion import FusionEngine

@@ -13,8 +13,8 @@ from torch import nn
 from torch._dynamo import convert_frame
 from torch.utils.checkpoint import checkpoint
 
-from autofuse.capture import anomaly
-from autofuse.capture.double_backward import Replay
+from autofuse.capture.corrections import anomaly
+from autofuse.capture.corrections.double_backward import Replay
 from autofuse.runtime.session import Session
 
 T = torch.Tensor

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from autofuse.capture.shared_elements import _overlap, writes_shared_elements
+from autofuse.capture.corrections.shared_elements import _overlap, writes_shared_elements
 from autofuse.runtime.session import Session
 
 T = torch.Tensor

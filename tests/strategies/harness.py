@@ -11,7 +11,7 @@ from torch import fx
 
 from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.graph_import import import_graph
-from autofuse.capture.random_ops import split_dropout
+from autofuse.capture.passes.random_ops import split_dropout
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.fusion.config import FusionConfig
 from autofuse.fusion.engine import FusionEngine

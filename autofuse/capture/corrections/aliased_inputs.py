@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
-from autofuse.capture.double_backward import COUNTERS, STATISTICS
-from autofuse.capture.shared_elements import shares_elements
+from autofuse.capture.corrections.double_backward import COUNTERS, STATISTICS
+from autofuse.capture.corrections.shared_elements import shares_elements
 
 Run = Callable[..., Any]
 _OF_SEVERAL = re.compile("SyntheticBase|ViewBase")  # how AOTAutograd describes the one input that it makes from several

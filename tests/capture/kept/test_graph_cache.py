@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from autofuse.capture import graph_cache
 from autofuse.capture.backend import compile_with
+from autofuse.capture.kept import graph_cache
 from autofuse.capture.traced import Keeper
 from autofuse.pipeline import route_graph
 from autofuse.private_files import PrivateFolder

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autofuse.capture.autograd_function import needs_tangent
+from autofuse.capture.corrections.autograd_function import needs_tangent
 
 _DIVISION, _PRODUCT, _POWER = "aten.div.Tensor", "aten.mul.Tensor", "aten.pow.Tensor_Scalar"
 # Operators whose result may be infinite, or not a number, though what they read is finite. torch's derivatives multiply

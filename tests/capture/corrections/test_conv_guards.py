@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofuse.capture.conv_guards import without_batch_guards
+from autofuse.capture.corrections.conv_guards import without_batch_guards
 from autofuse.capture.dynamo import capture_settings, mark_dynamic
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autofuse.capture.backend import boxed, compile_with
-from autofuse.capture.repeated_blocks import Pieces, find_repeats
+from autofuse.capture.passes.repeated_blocks import Pieces, find_repeats
 from autofuse.pipeline import route_graph
 from autofuse.report.metrics import GraphLine, Size, sum_graphs
 from autofuse.sessions import make_session

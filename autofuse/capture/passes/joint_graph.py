@@ -17,7 +17,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 
 from autofuse.capture.graph_import import ImportedGraph
-from autofuse.capture.simplify import is_view
+from autofuse.capture.passes.simplify import is_view
 from autofuse.fusion.graph import FusionGraph
 from autofuse.ir.operation import Operation, ValueRef
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autofuse.capture.graph_cache import IS_SUPPORTED
+from autofuse.capture.kept.graph_cache import IS_SUPPORTED
 from autofuse.private_files import PrivateFolder
 from tests import forked
 
@@ -313,7 +313,7 @@ def test_a_trace_of_another_autofuse_costs_no_import(warm, tmp_path):
         root, _, rest = path.name.split(".", 2)
         path.rename(path.with_name(f"{root}.{'0' * 16}.{rest}"))
     scripts.is_forked = False
-    at = {"13": "assert 'autofuse.capture.trace_cache' not in sys.modules"}
+    at = {"13": "assert 'autofuse.capture.kept.trace_cache' not in sys.modules"}
     seen, traced, stderr = scripts.run("--set", "capture.at_once=false", at=at)
     assert traced <= 0 and "made anew" not in stderr, "nothing is made"
     assert seen == scripts.run(plain=True)[0]
@@ -359,7 +359,7 @@ def test_without_graphs_beside_it_a_trace_is_made_anew(warm, tmp_path):
 
 def test_a_backward_graph_of_the_loss_alone_is_kept_too(scripts):
     """Zeros for what the loss does not use would be made by `filled`."""
-    without = "if 'autofuse' in sys.modules: sys.modules['autofuse.capture.double_backward'].filled = None"
+    without = "if 'autofuse' in sys.modules: sys.modules['autofuse.capture.corrections.double_backward'].filled = None"
     options = {"own_loss": True, "at": {"5": without}}
     plain, _, _ = scripts.run(plain=True, **options)
     first, traced, _ = scripts.run(**options)

@@ -20,14 +20,14 @@ import torch._dynamo
 
 from autofuse.capture.traced import ROOT_FILE
 
-_CAPTURE = f"{Path(__file__).parent}{os.sep}"
+_CAPTURE = f"{Path(__file__).parents[1]}{os.sep}"
 # Files between Dynamo's tracer and the frame of a root, which only calls its module.
 _CALLS_ONLY = (
     ROOT_FILE,
     contextlib.__file__,
     str(Path(torch.__file__).parent / "_"),
     torch.nn.modules.module.__file__,
-    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(__file__).parents[2]}{os.sep}",
 )
 
 

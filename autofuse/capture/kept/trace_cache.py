@@ -30,11 +30,8 @@ from torch._guards import Guard, TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autofuse.capture.aliased_inputs import unseen
-from autofuse.capture.double_backward import Alone, CachedReplay, replayed
-from autofuse.capture.fingerprints import Place, Reference, Unknown, classes_text, find_places, refer_to
-from autofuse.capture.graph_cache import CachedGraph, Call, reading_with, replaced, switches
-from autofuse.capture.guard_record import Ambient, Built, GuardRecord, Listening, build_guards, note_guards
+from autofuse.capture.corrections.aliased_inputs import unseen
+from autofuse.capture.corrections.double_backward import Alone, CachedReplay, replayed
 from autofuse.capture.guarded_call import (
     UTILITIES,
     DirectCall,
@@ -44,6 +41,9 @@ from autofuse.capture.guarded_call import (
     note_plain_training,
     plain_call,
 )
+from autofuse.capture.kept.fingerprints import Place, Reference, Unknown, classes_text, find_places, refer_to
+from autofuse.capture.kept.graph_cache import CachedGraph, Call, reading_with, replaced, switches
+from autofuse.capture.kept.guard_record import Ambient, Built, GuardRecord, Listening, build_guards, note_guards
 from autofuse.capture.traced import OF_THE_LOSS, Traced, noted_in, trace_prefix
 from autofuse.private_files import PrivateFolder, Untrusted
 

@@ -37,7 +37,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device, _pytree
 from torch.utils._ordered_set import OrderedSet
 
-from autofuse.capture.fingerprints import Unknown, object_text
+from autofuse.capture.kept.fingerprints import Unknown, object_text
 from autofuse.preserve_rng import untouched
 
 # Guards whose text says all that they check.

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autofuse.capture import double_backward
 from autofuse.capture.backend import boxed, compile_with
+from autofuse.capture.corrections import double_backward
 from autofuse.capture.guarded_call import plain_call
 from autofuse.capture.traced import OF_THE_LOSS
 

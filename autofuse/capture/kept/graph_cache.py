@@ -40,10 +40,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autofuse.capture.aliased_inputs import written_inputs
+from autofuse.capture.corrections.aliased_inputs import written_inputs
 from autofuse.capture.graph_import import note_parameters, parameters_of
-from autofuse.capture.joint_graph import backward_of, note_backward
-from autofuse.capture.repeated_blocks import free_symbols_of
+from autofuse.capture.passes.joint_graph import backward_of, note_backward
+from autofuse.capture.passes.repeated_blocks import free_symbols_of
 from autofuse.capture.traced import being_traced
 from autofuse.locks import make_rlock
 from autofuse.private_files import PrivateFolder, Untrusted
@@ -398,6 +398,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def version() -> str:
     """The version of all code that shapes a graph."""
     digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {sys.version}".encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from autofuse.capture.undefined_gradients import tangents_behind
+from autofuse.capture.corrections.undefined_gradients import tangents_behind
 
 _SUMS = {"aten.add.Tensor": (0, 1), "aten.sub.Tensor": (1,)}  # which of their operands may be left out if it is zero
 

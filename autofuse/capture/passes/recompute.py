@@ -20,10 +20,10 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import default_partition
 
-from autofuse.capture.joint_graph import note_backward, refuse_overlapping_gradients
-from autofuse.capture.shared_elements import traced_number
-from autofuse.capture.simplify import is_view, simplify
-from autofuse.capture.statistics_dtypes import correct_statistics
+from autofuse.capture.corrections.shared_elements import traced_number
+from autofuse.capture.passes.joint_graph import note_backward, refuse_overlapping_gradients
+from autofuse.capture.passes.simplify import is_view, simplify
+from autofuse.capture.passes.statistics_dtypes import correct_statistics
 from autofuse.ir.optable import OpKind, info
 
 MOST_OPERATIONS = 6  # that backward runs for one value which is not saved, if nothing is fused

@@ -37,7 +37,7 @@ from torch._dynamo.variables.misc import RandomVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
-from autofuse.capture.dynamo_patches import not_of_our_traces
+from autofuse.capture.corrections.dynamo_patches import not_of_our_traces
 
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, range, torch.dtype, torch.device)
 _RESHAPES = ("t_", "squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "swapdims_", "as_strided_")

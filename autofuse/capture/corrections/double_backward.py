@@ -25,11 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autofuse.capture import anomaly, user_functions
-from autofuse.capture.autograd_function import passes_of, watch
-from autofuse.capture.tied_outputs import Cut, Tied, Ties, cut, cut_for, ties_of
-from autofuse.capture.training_call import lean_passes, plain_apply
-from autofuse.capture.undefined_gradients import (
+from autofuse.capture.corrections import anomaly, user_functions
+from autofuse.capture.corrections.autograd_function import passes_of, watch
+from autofuse.capture.corrections.tied_outputs import Cut, Tied, Ties, cut, cut_for, ties_of
+from autofuse.capture.corrections.undefined_gradients import (
     UndefinedGradients,
     filled,
     infinite_values,
@@ -37,6 +36,7 @@ from autofuse.capture.undefined_gradients import (
     reach_of,
     tangent_places,
 )
+from autofuse.capture.training_call import lean_passes, plain_apply
 from autofuse.dynamo_skip import mark_all_below
 
 log = logging.getLogger(__name__)
