@@ -46,7 +46,7 @@ _HOME = {
     "SymbolicShape": "autofuse.fusion",
     "FusionKernelGenerator": "autofuse.codegen.generator",
     "TritonKernelGenerator": "autofuse.codegen.triton.generator",
-    "RuntimeShapeInjector": "autofuse.runtime.injector",
+    "RuntimeShapeInjector": "autofuse.runtime.graphs.injector",
 }
 
 __all__ = [*_HOME, "__version__"]

@@ -28,12 +28,12 @@ from autofuse.gpu.devices import CPU
 from autofuse.ir.optable import is_librarys
 from autofuse.ir.records import Refusal
 from autofuse.preserve_rng import untouched
-from autofuse.runtime.debug_texts import plan_text
-from autofuse.runtime.plan_cache import Planned
-from autofuse.runtime.repeated_values import graph_shares_values, graph_updates_state, has_other_ranks
-from autofuse.runtime.router import GraphRouter
+from autofuse.runtime.graphs.debug_texts import plan_text
+from autofuse.runtime.graphs.plan_cache import Planned
+from autofuse.runtime.graphs.router import GraphRouter
+from autofuse.runtime.roots.repeated_values import graph_shares_values, graph_updates_state, has_other_ranks
+from autofuse.runtime.roots.user_graphs import Sizes
 from autofuse.runtime.session import Session, current_session
-from autofuse.runtime.user_graphs import Sizes
 from autofuse.strategies.joint_attention import AttentionPass
 from autofuse.wrapper.graph_call import Program
 from autofuse.wrapper.graph_call_builder import build_program

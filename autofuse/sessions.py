@@ -14,7 +14,7 @@ from torch import fx
 
 from autofuse.preserve_rng import untouched
 from autofuse.runtime import session
-from autofuse.runtime.root_services import USUAL_TOOLS, RootTools
+from autofuse.runtime.roots.services import USUAL_TOOLS, RootTools
 from autofuse.runtime.session import Session
 from autofuse.settings.layers import Settings
 

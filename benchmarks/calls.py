@@ -32,9 +32,9 @@ from autofuse.codegen.c.build import find_toolchain
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.errors import AutofuseError
 from autofuse.ir.operation import NodeForm
-from autofuse.runtime.choice import Choice
-from autofuse.runtime.plans import NATIVE_AFTER
-from autofuse.runtime.step_records import TIMED_FIRST
+from autofuse.runtime.graphs.choice import Choice
+from autofuse.runtime.graphs.plans import NATIVE_AFTER
+from autofuse.runtime.graphs.step_records import TIMED_FIRST
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
 from autofuse.wrapper import native_call

@@ -43,9 +43,9 @@ from autofuse.gpu.launch_record import LaunchRecord
 from autofuse.gpu.modules import LoadedArtifact, load_artifact
 from autofuse.gpu.torch_calls import TorchCalls, torch_calls
 from autofuse.ir.operation import NodeForm
-from autofuse.runtime.choice import UNKNOWN, Choice
-from autofuse.runtime.plans import NodeState, Plan
-from autofuse.runtime.router import GraphRouter
+from autofuse.runtime.graphs.choice import UNKNOWN, Choice
+from autofuse.runtime.graphs.plans import NodeState, Plan
+from autofuse.runtime.graphs.router import GraphRouter
 from autofuse.wrapper.graph_call_builder import build_program
 from autofuse.wrapper.node_call import empty_like_spec, make_device_launcher
 

@@ -23,7 +23,7 @@ from autofuse.db.store import Store
 from autofuse.ir.buckets import bucket_of
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Candidate, Decision, DecisionKey, KernelRecord, ObservedShape, TuneRequest
-from autofuse.runtime.catalogue import DecisionTable
+from autofuse.runtime.kernels.catalogue import DecisionTable
 from autofuse.runtime.session import Session
 from autofuse.sessions import start_session
 from autofuse.settings.layers import Settings, load

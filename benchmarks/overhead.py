@@ -29,7 +29,7 @@ from torch import nn
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape
-from autofuse.runtime.root_unwatched import WATCHED_AT_FIRST
+from autofuse.runtime.roots.unwatched import WATCHED_AT_FIRST
 from autofuse.sessions import current_session
 from autofuse.wrapper.node_call import empty_like_spec, make_launcher, make_unfused
 

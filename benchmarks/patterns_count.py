@@ -19,8 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autofuse.runtime.plans import Plan
-from autofuse.runtime.router import GraphRouter
+from autofuse.runtime.graphs.plans import Plan
+from autofuse.runtime.graphs.router import GraphRouter
 
 # Allocations; what they return is written by another operation, or by nothing.
 NO_KERNEL = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"))

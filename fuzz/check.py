@@ -22,7 +22,7 @@ from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm, TensorSpec
 from autofuse.ir.shape import evaluate
-from autofuse.runtime.choice import Choice
+from autofuse.runtime.graphs.choice import Choice
 from autofuse.strategies.enumeration import is_group, strategies_of
 from autofuse.strategies.groups import Group, find_groups
 from autofuse.strategies.strategy import Strategy

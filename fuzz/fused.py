@@ -29,9 +29,9 @@ from autofuse.fusion.engine import FusionEngine
 from autofuse.fusion.graph import FusionGraph
 from autofuse.fusion.node import FusionNode
 from autofuse.ir.operation import NodeForm
-from autofuse.runtime.choice import Choice
-from autofuse.runtime.plans import NodeState, Plan
-from autofuse.runtime.router import GraphRouter
+from autofuse.runtime.graphs.choice import Choice
+from autofuse.runtime.graphs.plans import NodeState, Plan
+from autofuse.runtime.graphs.router import GraphRouter
 from autofuse.strategies.groups import Group
 from autofuse.wrapper.graph_call import Program
 from autofuse.wrapper.graph_call_builder import build_program

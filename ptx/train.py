@@ -31,8 +31,8 @@ HEAP, _ = install()  # before the package is imported, which binds functions of 
 
 import autofuse  # noqa: E402
 from autofuse.daemon import control  # noqa: E402
+from autofuse.runtime.graphs.usage import usage_of  # noqa: E402
 from autofuse.runtime.session import running_session  # noqa: E402
-from autofuse.runtime.usage import usage_of  # noqa: E402
 from autofuse.strategies.enumeration import PARTS  # noqa: E402
 from autofuse.tuner.strategy_provider import STRATEGY  # noqa: E402
 from ptx.driver import ExecutingDriver  # noqa: E402

@@ -14,9 +14,9 @@ from autofuse.observer import module_calls
 from autofuse.observer.device_timer import LateTimes
 from autofuse.observer.observer import Observer
 from autofuse.runtime import session
-from autofuse.runtime.catalogue import KernelShelf
-from autofuse.runtime.plan_limit import PlanLimit
-from autofuse.runtime.router import GraphRouter
+from autofuse.runtime.graphs.plan_limit import PlanLimit
+from autofuse.runtime.graphs.router import GraphRouter
+from autofuse.runtime.kernels.catalogue import KernelShelf
 from autofuse.runtime.store_thread import StoreThread
 
 

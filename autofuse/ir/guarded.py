@@ -1,7 +1,7 @@
 """Losses that say by a NaN that eager refuses their operands, and what keeps that NaN.
 
 In: an operation. Out: whether a NaN that it reads is one of its results. Guarantee: the planner and the lowering ask
-the same question; `runtime/loss_guard.py` looks for the NaN.
+the same question; `runtime/graphs/loss_guard.py` looks for the NaN.
 """
 
 from __future__ import annotations

@@ -386,10 +386,10 @@ class Refusal:
 
 
 # Kinds of events that a report shows elsewhere than among its notes.
-GRAPH_METRICS = "graph_metrics"  # describes a captured graph, see runtime/graph_metrics_log.py
-PEAK_MEMORY = "peak_memory"  # of a step, see runtime/peak_memory.py
-STEP_RECORD = "step_record"  # a step as it ran, see runtime/step_records.py
-LIVE_RACES = "live_races"  # kernels on the script's own calls, see runtime/live_races.py
+GRAPH_METRICS = "graph_metrics"  # describes a captured graph, see runtime/graphs/metrics_log.py
+PEAK_MEMORY = "peak_memory"  # of a step, see runtime/roots/peak_memory.py
+STEP_RECORD = "step_record"  # a step as it ran, see runtime/graphs/step_records.py
+LIVE_RACES = "live_races"  # kernels on the script's own calls, see runtime/graphs/live_races.py
 DETAILS = (GRAPH_METRICS, PEAK_MEMORY, STEP_RECORD, LIVE_RACES)
 
 

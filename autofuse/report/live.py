@@ -1,7 +1,7 @@
 """What a run's kernels were worth on the script's own calls, next to their races.
 
-In: the event that the run has left (`runtime/live_races.py`). Out: how many there are of each verdict, and the kernels
-that were given up.
+In: the event that the run has left (`runtime/graphs/live_races.py`). Out: how many there are of each verdict, and the
+kernels that were given up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Graphs before and after fusion, as a report shows them: nodes, edges, depth, kernels, FLOPs, bytes.
 
-In: the events of a run, among them one for each captured graph (``runtime/graph_metrics_log.py``). Out: one `GraphLine`
+In: the events of a run, one for each captured graph too (``runtime/graphs/metrics_log.py``). Out: one `GraphLine`
 for each different graph, and their sum for a step. Guarantee: a graph that was captured again for other sizes is one
 line, with the sizes of its most frequent capture; an event of another version's format is left out.
 """

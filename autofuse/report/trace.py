@@ -1,6 +1,6 @@
 """A step as a Chrome trace, for https://ui.perfetto.dev: where its time goes in eager, and with kernels.
 
-In: the store and a run, which left records of single steps (``runtime/step_records.py``). Out: an object in the Trace
+In: the store and a run, which recorded single steps (``runtime/graphs/step_records.py``). Out: an object in the Trace
 Event Format of Chrome: complete events ("X") with times in us, metadata ("M") for names; a process for each step.
 Guarantee: what was measured is told from what was put together. A recorded step is one that ran, gaps included. Where
 none on eager's kernels was recorded, its lane is an estimate: each kernel's time times its speedup in its race. The

@@ -17,16 +17,16 @@ from autofuse.capture.traced import Keeper, is_of_another_version, trace_prefix
 from autofuse.debug import Level, tell
 from autofuse.ir.records import Event, Refusal, RunStart
 from autofuse.private_files import PrivateFolder
-from autofuse.runtime.graph_metrics_log import GraphMetricsLog
-from autofuse.runtime.root_steps import PlanLog, RanPlans, TimedStep
-from autofuse.runtime.snapshot import Snapshot
+from autofuse.runtime.graphs.metrics_log import GraphMetricsLog
+from autofuse.runtime.kernels.snapshot import Snapshot
+from autofuse.runtime.roots.steps import PlanLog, RanPlans, TimedStep
 from autofuse.runtime.store_thread import StoreThread
 from autofuse.script_signals import is_of_handler
 from autofuse.settings.layers import Settings
 from autofuse.stderr import say
 
 if TYPE_CHECKING:
-    from autofuse.runtime.router import GraphRouter
+    from autofuse.runtime.graphs.router import GraphRouter
 
 log = logging.getLogger(__name__)
 

@@ -31,33 +31,33 @@ from autofuse.ir.records import Bucket, Decision, RunStart, RunTotals, StepSampl
 from autofuse.ir.strict import strictly
 from autofuse.locks import make_lock, make_rlock
 from autofuse.preserve_rng import untouched
-from autofuse.runtime.debug_texts import fusion_text, timings_text
-from autofuse.runtime.device_kernels import DeviceKernels
-from autofuse.runtime.graph_runner import GraphRunner
-from autofuse.runtime.optim_hook import OptimizerHook
-from autofuse.runtime.plan_limit import PlanLimit
+from autofuse.runtime.graphs.debug_texts import fusion_text, timings_text
+from autofuse.runtime.graphs.graph_runner import GraphRunner
+from autofuse.runtime.graphs.plan_limit import PlanLimit
+from autofuse.runtime.graphs.step_records import GraphCall, RecordedGraph, StepRecords
+from autofuse.runtime.graphs.usage import Usage, node_uses, usage_of
+from autofuse.runtime.kernels.device_kernels import DeviceKernels
+from autofuse.runtime.optimizers.hook import OptimizerHook
 from autofuse.runtime.rank_agreement import is_alone
-from autofuse.runtime.root_registry import RootRegistry
-from autofuse.runtime.root_services import USUAL_TOOLS, RootBackend, RootTools
+from autofuse.runtime.roots.registry import RootRegistry
+from autofuse.runtime.roots.services import USUAL_TOOLS, RootBackend, RootTools
 from autofuse.runtime.run_context import RunContext
-from autofuse.runtime.step_records import GraphCall, RecordedGraph, StepRecords
 from autofuse.runtime.store_thread import BUSY_SECONDS, DutyCycle, StoreThread, yield_gil
 from autofuse.runtime.tuning_client import TuningClient
-from autofuse.runtime.usage import Usage, node_uses, usage_of
 from autofuse.settings.layers import Settings, load
 from autofuse.stderr import say
 
 if TYPE_CHECKING:
     from autofuse.db.client import StoreClient
     from autofuse.db.store import Store
-    from autofuse.runtime.choice import Choice
-    from autofuse.runtime.live_races import LiveRaces
-    from autofuse.runtime.own_kernels import OwnKernels
-    from autofuse.runtime.plan_cache import PlanCache
-    from autofuse.runtime.planner import Planner
-    from autofuse.runtime.plans import NodeState, Plan
-    from autofuse.runtime.rng_kernels import RngKernels
-    from autofuse.runtime.router import MakeReplay
+    from autofuse.runtime.graphs.choice import Choice
+    from autofuse.runtime.graphs.live_races import LiveRaces
+    from autofuse.runtime.graphs.own_kernels import OwnKernels
+    from autofuse.runtime.graphs.plan_cache import PlanCache
+    from autofuse.runtime.graphs.planner import Planner
+    from autofuse.runtime.graphs.plans import NodeState, Plan
+    from autofuse.runtime.graphs.rng_kernels import RngKernels
+    from autofuse.runtime.graphs.router import MakeReplay
     from autofuse.wrapper.node_call import NodeCall
 
 PIECES_AT_END = 2  # rows of old runs' details deleted at once: more than a run adds, and quickly done
@@ -148,7 +148,7 @@ class Session:
     def _bring_planner(self) -> Planner:
         with self._loading, untouched():
             if self._planner is None:
-                from autofuse.runtime.planner import Planner
+                from autofuse.runtime.graphs.planner import Planner
 
                 self._planner = Planner(self.context)
             return self._planner
@@ -156,7 +156,7 @@ class Session:
     def _bring_draws(self) -> RngKernels:
         with self._loading, untouched():
             if self._draws is None:
-                from autofuse.runtime.rng_kernels import RngKernels
+                from autofuse.runtime.graphs.rng_kernels import RngKernels
 
                 self._draws = RngKernels(self.context, self.kernels)
             return self._draws
@@ -166,13 +166,13 @@ class Session:
         nothing."""
         with self._loading, untouched():
             if self._own_kernels is None:
-                from autofuse.runtime.own_kernels import OwnKernels
+                from autofuse.runtime.graphs.own_kernels import OwnKernels
 
                 self._own_kernels = OwnKernels(self.context)
 
     def _plan_cache(self) -> PlanCache:
         with untouched():
-            from autofuse.runtime.plan_cache import PlanCache
+            from autofuse.runtime.graphs.plan_cache import PlanCache
         return PlanCache(self.context, self.kernels, self, self.make_timer, lambda: self.draws)
 
     def make_timer(self, device: torch.device) -> NodeTimer:
@@ -191,8 +191,8 @@ class Session:
         with self._loading, untouched():
             if self._replay is None:
                 from autofuse.gpu.graphs import graph_calls
-                from autofuse.runtime.plan_replay import PlanReplay
-                from autofuse.runtime.replays import Replays
+                from autofuse.runtime.replays.plan_replay import PlanReplay
+                from autofuse.runtime.replays.replays import Replays
 
                 context, settings = self.context, self.context.settings
                 note, report = context.refusals.append, context.report_fallback
@@ -232,7 +232,7 @@ class Session:
         if not self.context.settings.run.check:
             return fused
         with untouched():
-            from autofuse.runtime.checking import check_against
+            from autofuse.runtime.graphs.checking import check_against
 
         return check_against(node, fused, node.unfused, self.context.say_once)
 
@@ -241,7 +241,7 @@ class Session:
         """Of kernels on the script's own calls; made for the first timed call, when a job's ranks are known."""
         if self._live_races is None and self._has_live_races:
             with untouched():
-                from autofuse.runtime.live_races import LiveRaces
+                from autofuse.runtime.graphs.live_races import LiveRaces
 
             self._has_live_races = is_alone()
             if self._has_live_races:

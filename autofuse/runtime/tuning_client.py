@@ -21,15 +21,15 @@ from autofuse.ir.records import Bucket, DecisionKey, ObservedShape, TuneRequest
 from autofuse.locks import make_rlock
 from autofuse.preserve_rng import untouched
 from autofuse.report.progress import TuningProgress
-from autofuse.runtime.device_kernels import DeviceKernels
+from autofuse.runtime.graphs.usage import usage_of
+from autofuse.runtime.kernels.device_kernels import DeviceKernels
 from autofuse.runtime.run_context import RunContext
 from autofuse.runtime.store_thread import yield_gil
-from autofuse.runtime.usage import usage_of
 
 if TYPE_CHECKING:
     from autofuse.db.store import Store
-    from autofuse.runtime.device_backends import Place
-    from autofuse.runtime.plans import NodeState, Plan
+    from autofuse.runtime.graphs.plans import NodeState, Plan
+    from autofuse.runtime.kernels.device_backends import Place
     from autofuse.settings.layers import Settings
 
 # Calls in a bucket. A graph's first call may be its only one: a static graph that the next shape replaces, a warm-up.

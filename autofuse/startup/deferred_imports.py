@@ -23,14 +23,14 @@ NAMES = (
 TRACING = ("functorch", "mpmath", "networkx", "sympy", "triton")  # torch's functions import them when they are called
 _MODULES = (
     "autofuse.capture.kept.trace_cache",
-    "autofuse.runtime.optim_router",
+    "autofuse.runtime.optimizers.router",
     "autofuse.pipeline",
-    "autofuse.runtime.catalogue",
-    "autofuse.runtime.checking",
-    "autofuse.runtime.rng_kernels",
-    "autofuse.runtime.plan_cache",
-    "autofuse.runtime.planner",
-    "autofuse.runtime.usage",
+    "autofuse.runtime.kernels.catalogue",
+    "autofuse.runtime.graphs.checking",
+    "autofuse.runtime.graphs.rng_kernels",
+    "autofuse.runtime.graphs.plan_cache",
+    "autofuse.runtime.graphs.planner",
+    "autofuse.runtime.graphs.usage",
     "torch._dynamo.repro.after_dynamo",  # which comes with the first torch.compile
 )
 _WITH_A_STORE = ("autofuse.db.migrate",)  # where this process opens it itself

@@ -3,7 +3,7 @@
 In: a `CallPlan`. Out: the text of ``call`` and ``timed_call``, and the constants that it reads by name. A group is a
 branch: its own callable where the call's plan has one, else its nodes and matmuls one by one. Only ``timed_call``
 measures each node. ``call`` runs its plan in C where the plan has a program for that (`native_text`), or as a CUDA
-graph (`runtime.plan_replay`); the Python behind it is what both do.
+graph (`runtime.replays.plan_replay`); the Python behind it is what both do.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from autofuse.capture import dynamo
 from autofuse.capture.guarded_call import has_subclasses
 from autofuse.observer.device_timer import EventTimer, LateTimes
-from autofuse.runtime.graph_trial import MAX_EXACT
-from autofuse.runtime.root_tracing import TracedCalls
+from autofuse.runtime.roots.graph_trial import MAX_EXACT
+from autofuse.runtime.roots.tracing import TracedCalls
 from autofuse.sessions import current_session, start_session
 from autofuse.settings.layers import load
 from tests.in_threads import call_in_threads

@@ -26,11 +26,11 @@ from autofuse.codegen.triton.printer import print_triton
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm, bind_shapes
 from autofuse.ir.records import make_config
-from autofuse.runtime import router as router_module
-from autofuse.runtime.choice import Choice
+from autofuse.runtime.graphs import router as router_module
+from autofuse.runtime.graphs.choice import Choice
 from autofuse.wrapper.node_call import NodeCall, empty_like_spec, expected_outputs
 from tests.codegen.compare import problems
-from tests.runtime.test_routed_graphs import Undecided, routed
+from tests.runtime.graphs.test_routed_graphs import Undecided, routed
 from tests.tracing import trace
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from autofuse.codegen.in_place import Step, find_reuse, in_place
 from autofuse.errors import LoweringError
 from autofuse.ir.operation import NodeForm
 from autofuse.pipeline import route_graph
-from autofuse.runtime.choice import UNKNOWN, Choice
+from autofuse.runtime.graphs.choice import UNKNOWN, Choice
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 from tests.tracing import trace

@@ -28,12 +28,12 @@ from autofuse.gpu.modules import load_artifact
 from autofuse.ir.operation import NodeForm, NodeInput, Operation, TensorSpec, ValueRef
 from autofuse.ir.shape import SymbolicShape
 from autofuse.pipeline import route_graph
-from autofuse.runtime.router import GraphRouter
+from autofuse.runtime.graphs.router import GraphRouter
 from autofuse.wrapper import node_call
 from autofuse.wrapper.graph_call_builder import build_program
 from tests.codegen.test_philox import eager_uniforms
 from tests.gpu.fake_driver import artifact_of, cpu_calls, fake_driver
-from tests.runtime.test_gpu_graphs import GPU, session_with, traced  # noqa: F401
+from tests.runtime.graphs.test_gpu_graphs import GPU, session_with, traced  # noqa: F401
 
 
 class FakeGenerator:

@@ -47,7 +47,7 @@ SLOTS: dict[tuple[type[Reason], ...], tuple[Slot, ...]] = {
     ),
     (RootReason,): (
         *(Slot("CaptureAdvice(1)"), Slot("return advise_release"), Slot("self.reason =", "runtime/")),
-        *(Slot("_move(1)", "runtime/root_life.py"), Slot("UNTUNED =")),
+        *(Slot("_move(1)", "runtime/roots/life.py"), Slot("UNTUNED =")),
         Slot("return known_reason", "observer/capture_policy.py"),
     ),
     (DecisionReason,): (
@@ -55,12 +55,12 @@ SLOTS: dict[tuple[type[Reason], ...], tuple[Slot, ...]] = {
         *(Slot("return why_nothing_ran", "tuner/"), Slot("_REASONS =", "tuner/"), Slot("of(3)", "tuner/")),
         Slot("return why_eager", "tuner/"),
         *(Slot("_stay_eager(0)", "optim/"), Slot("_decide(2)", "optim/tune_step.py"), Slot("of(3)", "optim/")),
-        *(Slot("NodeLine(reason=)"), Slot("replace(reason=)", "runtime/live_races.py")),
+        *(Slot("NodeLine(reason=)"), Slot("replace(reason=)", "runtime/graphs/live_races.py")),
     ),
     (SettingReason,): (Slot("SettingTrial(reason=)"),),
     (NoticeKind,): (
         *(Slot("say_once(0)"), Slot("report_fallback(0)"), Slot("_report(0)"), Slot("report(0)", "capture/")),
-        *(Slot("say(0)", "runtime/checking.py"), Slot("Event(0)", "runtime/"), Slot("Event(0)", "db/")),
+        *(Slot("say(0)", "runtime/graphs/checking.py"), Slot("Event(0)", "runtime/"), Slot("Event(0)", "db/")),
         *(Slot("return problem", "runtime/"), Slot("self.problem =", "runtime/")),
     ),
 }

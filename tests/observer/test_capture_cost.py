@@ -14,7 +14,7 @@ from autofuse.ir.records import RootRecord
 from autofuse.observer.capture_cost import RootTraits, learn_factor, model_seconds
 from autofuse.observer.config import ObserverConfig
 from autofuse.observer.observer import Observer
-from autofuse.runtime.root_traits import traits_of
+from autofuse.runtime.roots.traits import traits_of
 
 USUAL = RootTraits(100, 150, 20, symbols=1)
 

@@ -19,9 +19,9 @@ from autofuse.observer.device_timer import EventCalls, EventTimer, LateTimes
 from autofuse.observer.mode import ObserverMode, attach, detach
 from autofuse.observer.observer import Observer
 from autofuse.observer.profile import aggregate
-from autofuse.runtime.device_kernels import DeviceKernels
-from autofuse.runtime.root_registry import RootRegistry
-from autofuse.runtime.root_services import RootTools
+from autofuse.runtime.kernels.device_kernels import DeviceKernels
+from autofuse.runtime.roots.registry import RootRegistry
+from autofuse.runtime.roots.services import RootTools
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 from tests.observer.harness import EVERY_STEP, MLP

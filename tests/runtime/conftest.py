@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.replay_bench import Bench, inputs, net, one_by_one, settle, weights
+from tests.runtime.replays.bench import Bench, inputs, net, one_by_one, settle, weights
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from autofuse.runtime.root_services import Capturer
+from autofuse.runtime.roots.services import Capturer
 
 
 def fake_capturer(call: Callable[..., Any]) -> Capturer:

@@ -118,7 +118,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from autofuse.runtime.repeated_values import shares_values
+from autofuse.runtime.roots.repeated_values import shares_values
 from autofuse.runtime.session import running_session
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)  # its collectives do nothing
 layers = lambda: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
@@ -168,7 +168,7 @@ layers = nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4)
 net = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-6)
 if rank == 1:  # it learns late of each decision
-    from autofuse.runtime.optim_router import OptimizerRouter
+    from autofuse.runtime.optimizers.router import OptimizerRouter
     decision = OptimizerRouter._decision
     OptimizerRouter._decision = lambda self, group: decision(self, group) if group.steps > 15 else None
 torch.manual_seed(rank)

@@ -20,7 +20,7 @@ from autofuse.ir.records import Event, RunStart, RunTotals, StepSample
 from autofuse.private_files import PrivateFolder
 from autofuse.runtime import session as session_module
 from autofuse.runtime import store_thread
-from autofuse.runtime.root_steps import TimedStep
+from autofuse.runtime.roots.steps import TimedStep
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load
 

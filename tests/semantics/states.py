@@ -35,9 +35,9 @@ from autofuse.codegen.templates import LOOP
 from autofuse.errors import AutofuseError
 from autofuse.ir.operation import NodeForm
 from autofuse.observer.release_policy import Loss
-from autofuse.runtime.catalogue import Catalogue
-from autofuse.runtime.choice import Choice
-from autofuse.runtime.root import Root
+from autofuse.runtime.graphs.choice import Choice
+from autofuse.runtime.kernels.catalogue import Catalogue
+from autofuse.runtime.roots.root import Root
 from autofuse.runtime.session import Session
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load

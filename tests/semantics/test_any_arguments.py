@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from autofuse.observer.signatures import call_signature, count_elements, tensor_leaves, tensors_by_path
-from autofuse.runtime import root as root_module
-from autofuse.runtime import root_captured
+from autofuse.runtime.roots import captured as root_captured
+from autofuse.runtime.roots import root as root_module
 from autofuse.runtime.session import Session
 
 Pair = namedtuple("Pair", "a b")

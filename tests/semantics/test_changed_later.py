@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofuse.runtime.root_traces import MAX_FORGOTTEN
+from autofuse.runtime.roots.traces import MAX_FORGOTTEN
 from autofuse.runtime.session import Session
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from autofuse.capture.backend import compile_with
 from autofuse.ir.records import Event
 from autofuse.pipeline import route_graph
-from autofuse.runtime.choice import UNKNOWN, Choice
+from autofuse.runtime.graphs.choice import UNKNOWN, Choice
 from autofuse.runtime.session import Session
 from autofuse.sessions import make_session
 from autofuse.settings.layers import load

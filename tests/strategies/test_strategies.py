@@ -18,7 +18,7 @@ from autofuse.gpu.devices import CPU
 from autofuse.ir.device import cpu_device
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import CompileKey, KernelRecord
-from autofuse.runtime.device_backends import Backends
+from autofuse.runtime.kernels.device_backends import Backends
 from autofuse.strategies import enumeration
 from autofuse.strategies.bundle import is_bundle, pack
 from autofuse.strategies.enumeration import cut_strategies, strategies_of

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autofuse.wrapper.below_autograd import BELOW, kept_books
-from tests.runtime.test_routed_graphs import Undecided, routed
+from tests.runtime.graphs.test_routed_graphs import Undecided, routed
 
 T = torch.Tensor
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofuse.codegen.c.build import find_toolchain
-from autofuse.runtime import graph_runner, plans
-from autofuse.runtime.graph_runner import GraphRunner
+from autofuse.runtime.graphs import graph_runner, plans
+from autofuse.runtime.graphs.graph_runner import GraphRunner
 from autofuse.wrapper import native_call, native_library
 from autofuse.wrapper.native_build import NativeBuilder
 from autofuse.wrapper.native_library import Runner, compile_runner, load_runner

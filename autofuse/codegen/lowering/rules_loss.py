@@ -2,7 +2,7 @@
 
 In: the index at which a result is wanted. Out: its value. Guarantee: a target outside of [0, C) that is not
 `ignore_index` never reads out of bounds; eager raises there, a kernel cannot, so the loss becomes NaN, and the runtime
-then repeats the call in eager (`runtime/loss_guard.py`).
+then repeats the call in eager (`runtime/graphs/loss_guard.py`).
 """
 
 from __future__ import annotations

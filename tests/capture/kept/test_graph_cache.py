@@ -18,7 +18,7 @@ from autofuse.capture.kept import graph_cache
 from autofuse.capture.traced import Keeper
 from autofuse.pipeline import route_graph
 from autofuse.private_files import PrivateFolder
-from autofuse.runtime.plan_cache import PlanCache
+from autofuse.runtime.graphs.plan_cache import PlanCache
 from autofuse.sessions import make_session, start_session
 from autofuse.settings.layers import load
 from tests import forked

@@ -319,7 +319,12 @@ def test_a_trace_of_another_autofuse_costs_no_import(warm, tmp_path):
     assert seen == scripts.run(plain=True)[0]
 
 
-PLANNING = ("autofuse.capture.backend", "autofuse.pipeline", "autofuse.runtime.planner", "autofuse.fusion.engine")
+PLANNING = (
+    "autofuse.capture.backend",
+    "autofuse.pipeline",
+    "autofuse.runtime.graphs.planner",
+    "autofuse.fusion.engine",
+)
 TRACING = ("networkx", "torch._functorch.partitioners", "torch._dynamo.testing")
 
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from autofuse.capture.backend import boxed, compile_with
 from tests.codegen.conftest import generator  # noqa: F401  # a fixture
 from tests.codegen.test_batch_norm import AllInC, _lowerable, catalogue  # noqa: F401  # a fixture
-from tests.runtime.test_routed_graphs import routed
+from tests.runtime.graphs.test_routed_graphs import routed
 
 NORMS = {
     "batch_norm": lambda: nn.BatchNorm1d(6),

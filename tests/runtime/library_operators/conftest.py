@@ -11,7 +11,7 @@ import torch
 from autofuse import library_operators
 from autofuse.codegen.generator import FusionKernelGenerator
 from autofuse.ir.operation import NodeForm
-from autofuse.runtime import router as router_module
+from autofuse.runtime.graphs import router as router_module
 from autofuse.wrapper.node_call import NodeCall
 from tests.runtime.library_operators.shared import (
     CALLS,

@@ -13,10 +13,10 @@ from autofuse import register_unfused
 from autofuse.ir.composites import has_librarys
 from autofuse.ir.operation import NodeForm
 from autofuse.ir.records import Event
-from autofuse.runtime import own_kernels
-from autofuse.runtime.choice import Choice
+from autofuse.runtime.graphs import own_kernels
+from autofuse.runtime.graphs.choice import Choice
 from autofuse.wrapper.node_call import NodeCall
-from tests.runtime.test_routed_graphs import Undecided, routed
+from tests.runtime.graphs.test_routed_graphs import Undecided, routed
 
 CALLS: list[str] = []
 _ops = torch.library.Library("autofuse_lib", "FRAGMENT")

@@ -18,6 +18,7 @@ from autofuse.errors import FusionError
 from autofuse.ir.composites import has_librarys, without_librarys
 from autofuse.ir.records import Refusal
 from autofuse.wrapper.node_call import make_unfused
+from tests.runtime.graphs.test_routed_graphs import Undecided, routed
 from tests.runtime.library_operators.shared import (
     Fused,
     _ops,
@@ -30,7 +31,6 @@ from tests.runtime.library_operators.shared import (
     traced,
     with_a_word,
 )
-from tests.runtime.test_routed_graphs import Undecided, routed
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from autofuse.strategies.enumeration import cut_strategies
 from autofuse.wrapper.aten_call import overload
 from autofuse.wrapper.node_call import make_unfused
 from autofuse.wrapper.repro import repro
+from tests.runtime.graphs.test_routed_graphs import Undecided, routed
 from tests.runtime.library_operators.shared import (
     CALLS,
     Fused,
@@ -33,7 +34,6 @@ from tests.runtime.library_operators.shared import (
     traced,
     with_a_word,
 )
-from tests.runtime.test_routed_graphs import Undecided, routed
 
 
 def test_training_and_inference_in_kernels(catalogue: Fused) -> None:

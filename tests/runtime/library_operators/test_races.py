@@ -9,9 +9,10 @@ import torch
 
 from autofuse import register_unfused
 from autofuse.ir.composites import without_librarys
-from autofuse.runtime import own_kernels
-from autofuse.runtime.debug_texts import routes_text
+from autofuse.runtime.graphs import own_kernels
+from autofuse.runtime.graphs.debug_texts import routes_text
 from autofuse.wrapper.node_call import make_unfused
+from tests.runtime.graphs.test_routed_graphs import routed
 from tests.runtime.library_operators.shared import (
     CALLS,
     Fused,
@@ -21,7 +22,6 @@ from tests.runtime.library_operators.shared import (
     scaled,
     state_of,
 )
-from tests.runtime.test_routed_graphs import routed
 
 
 def test_a_race_that_raises_leaves_the_operator(catalogue: Fused, monkeypatch: pytest.MonkeyPatch) -> None:

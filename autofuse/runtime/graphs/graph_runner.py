@@ -1,0 +1,53 @@
+"""The runner of graphs in C, brought while a script runs: from the store, else compiled once.
+
+In: a session with captured graphs on a CPU, its store. Out: settled plans that run in C (`wrapper.native_call`).
+Guarantee: the script waits for none of it; where the runner cannot be made, or does not give Python's results, graphs
+run in Python as before, and one line of `AUTOFUSE_DEBUG` says why.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autofuse.debug import Level, tell
+from autofuse.runtime.kernels.device_kernels import DeviceKernels
+from autofuse.runtime.run_context import RunContext
+
+if TYPE_CHECKING:
+    from autofuse.db.store import Store
+
+
+class GraphRunner:
+    """Of one session."""
+
+    def __init__(self, context: RunContext, kernels: DeviceKernels) -> None:
+        self._context = context
+        self._kernels = kernels
+        self._is_due = context.settings.run.graphs_in_c
+
+    def bring(self, store: Store) -> None:
+        """Load the runner, once there is a graph for it. On the background thread."""
+        if not self._is_due or not any(router.program.native for router in list(self._context.routers)):
+            return
+        self._is_due = False
+        try:
+            self._load(store)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            tell(Level.ROUTES, lambda: f"graphs run in Python, without the runner in C: {problem}")
+            return
+        for router in list(self._context.routers):
+            router.run_in_c()
+
+    def _load(self, store: Store) -> None:
+        from autofuse.wrapper import native_call  # graphs have imported both
+        from autofuse.wrapper.native_library import compile_runner, load_runner, runner_key
+
+        toolchain = self._kernels.catalogue.toolchain
+        if native_call.is_installed() or toolchain is None:
+            return
+        record = store.kernels.get(runner_key(toolchain).digest)
+        if record is None:
+            record = compile_runner(toolchain)
+            store.kernels.put(record)
+        native_call.install(load_runner(record.binary))

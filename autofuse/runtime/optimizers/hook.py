@@ -1,0 +1,129 @@
+"""Replaces torch's functional optimizers, and imports the fused steps once they can pay.
+
+In: the calls that ``Optimizer.step`` makes, one per parameter group. Out: the same updates, by torch or by the
+`OptimizerRouter`. Guarantee: before the router is imported, a step is torch's own and costs 1 us more. Kernels and
+their printers take a good half second to import. As for captures, they are imported once the script has spent as much
+in torch's own steps, or has paid for a capture, or waits for tuning. Ranks of a job import them at their first step:
+they count steps together.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autofuse.ir.records import NodeUse, TuneRequest
+from autofuse.observer.script_modes import modes_are_active
+from autofuse.optim.algorithms import ALGORITHMS
+from autofuse.preserve_rng import untouched
+from autofuse.runtime.kernels.device_kernels import DeviceKernels
+from autofuse.runtime.optimizers.kept_casts import casts_are_kept, keep_casts
+from autofuse.runtime.rank_agreement import group_size
+from autofuse.runtime.run_context import RunContext
+
+if TYPE_CHECKING:
+    from autofuse.runtime.optimizers.router import OptimizerRouter
+
+IMPORT_SECONDS = 0.7  # seconds to import the router's modules
+# Torch's own steps must have taken so many times as long: at a fifth of a script's time it loses a twentieth at most.
+RENT = 4.0
+
+
+class OptimizerHook:
+    """All optimizer steps of a process."""
+
+    def __init__(
+        self, context: RunContext, kernels: DeviceKernels, wait_for: Callable[[list[TuneRequest]], None]
+    ) -> None:
+        """``wait_for(requests)`` pauses the script until these are tuned."""
+        self._context = context
+        self._kernels = kernels
+        self._wait_for = wait_for
+        self._originals: dict[str, Callable[..., None]] = {}
+        self.spent_seconds = 0.0  # seconds in torch's own steps, while there is no router
+        self._failed = False
+        self.router: OptimizerRouter | None = None
+
+    def install(self) -> None:
+        """Replace torch's functions, except those that cannot be replaced."""
+        for name in ALGORITHMS:
+            module = importlib.import_module(f"torch.optim.{name}")
+            original = getattr(module, name, None)
+            if original is None or not {"params"} <= set(inspect.signature(original).parameters):
+                continue
+            self._originals[name] = original
+            setattr(module, name, self._replacement(name, original))
+
+    def uninstall(self) -> None:
+        for name, original in self._originals.items():
+            setattr(importlib.import_module(f"torch.optim.{name}"), name, original)
+        self._originals = {}
+
+    def requests(self) -> list[TuneRequest]:
+        """Steps to be tuned."""
+        return self.router.requests() if self.router is not None else []
+
+    def uses(self) -> list[NodeUse]:
+        """How the steps were used, for the report."""
+        return self.router.uses() if self.router is not None else []
+
+    def _replacement(self, algorithm: str, original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or modes_are_active():
+                return original(*args, **kwargs)
+            if casts_are_kept() and not self._context.steps_in_autocast:
+                self._context.steps_in_autocast = True
+                keep_casts(args[0] if args else kwargs.get("params", ()))
+            router = self.router
+            if router is None and self._pays(args, kwargs):
+                router = self._load()
+            if router is None:
+                began = perf_counter()
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self.spent_seconds += perf_counter() - began
+            try:
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+            except TypeError:
+                return original(*args, **kwargs)  # which reports what is wrong
+            if not router.step(algorithm, original, bound.arguments):
+                original(*args, **kwargs)
+
+        return step
+
+    def _pays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether to import the router; on a GPU at once, since the host's time there is not the step's."""
+        context = self._context
+        if self._failed or not context.store_thread.usable:  # a forked child cannot read decisions
+            return False
+        if self._kernels.is_loaded or context.mode == "wait" or self.spent_seconds >= RENT * IMPORT_SECONDS:
+            return True
+        if group_size() > 1:
+            return True
+        params = args[0] if args else kwargs.get("params")
+        return isinstance(params, list) and bool(params) and getattr(params[0], "is_cuda", False)
+
+    def _load(self) -> OptimizerRouter | None:
+        began = perf_counter()
+        try:
+            with untouched():
+                from autofuse.runtime.optimizers.router import OptimizerRouter
+
+                assert self._kernels.catalogue is not None  # imports it
+                self.router = OptimizerRouter(self._context, self._kernels, self._wait_for)
+            self._context.capture_seconds += perf_counter() - began
+        except Exception as error:
+            self._failed = True
+            self._context.report_fallback("optimizer_unknown", "optimizers' steps stay torch's own", error)
+        return self.router
