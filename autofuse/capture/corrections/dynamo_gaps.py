@@ -13,6 +13,8 @@ a ``random.Random`` object                        draws the same numbers at each
 an attribute of a class that is written           reads it through objects as it was before
 a ``deque`` with a ``maxlen``                     lets it grow
 an attribute that a function may have             does not look again whether it has it
+``torch.inference_mode()``                        makes results that are no inference tensors
+``torch.set_default_dtype`` and other setters     calls them at the trace, and never again
 ``torch.distributions``                           no longer checks arguments, in the whole process
 ================================================  =====================================================================
 """
@@ -32,14 +34,19 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import functions
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.ctx_manager import InferenceModeVariable
 from torch._dynamo.variables.functions import UserFunctionVariable, WrapperUserFunctionVariable
 from torch._dynamo.variables.misc import RandomVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
 from autofuse.capture.corrections.dynamo_patches import not_of_our_traces
 
 _UNCHANGING = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, range, torch.dtype, torch.device)
+# So begin the names of torch's functions that set a state of the process; what a trace has in its graph is left out.
+_SETTERS = ("set_", "enable_", "use_deterministic")
+_TRACED_SETTERS = ("set_grad_enabled", "set_fwd_grad_enabled", "set_multithreading_enabled", "set_stream", "set_device")
 _RESHAPES = ("t_", "squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "swapdims_", "as_strided_")
 
 
@@ -96,6 +103,25 @@ def _no_bounded_deques(wrap: Callable[..., Any]) -> Callable[..., Any]:
         return wrap(builder, value)
 
     return wrapped
+
+
+def _no_inference_mode(enter: Callable[..., Any]) -> Callable[..., Any]:
+    def entered(mode: Any, tx: Any) -> Any:
+        if mode.target_values[0]:
+            _break("torch.inference_mode")
+        return enter(mode, tx)
+
+    return entered
+
+
+def _no_setters(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(function: Any, *rest: Any) -> Any:
+        name = getattr(function.value, "__name__", "").lstrip("_")
+        if name.startswith(_SETTERS) and name not in _TRACED_SETTERS:
+            _break(f"torch's {name}")
+        return call(function, *rest)
+
+    return called
 
 
 def _guard_missing(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,6 +182,8 @@ def _keep_validation(patch: Callable[[], None]) -> None:
 _patch(WrapperUserFunctionVariable, "call_function", _only_unchanging_results)
 _patch(SideEffects, "store_attr", _no_writes_to_classes)
 _patch(VariableBuilder, "wrap_listlike", _no_bounded_deques)
+_patch(InferenceModeVariable, "enter", _no_inference_mode)
+_patch(TorchInGraphFunctionVariable, "call_function", _no_setters)
 _patch(functions, "fn_var_getattr", _guard_missing)
 _patch(UserFunctionVariable, "call_obj_hasattr", _guard_missing_if_asked)
 for _name in _RESHAPES:

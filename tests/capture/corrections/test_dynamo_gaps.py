@@ -125,6 +125,62 @@ def test_a_trace_of_ours_does_what_python_does(name: str) -> None:
         torch.testing.assert_close(found, one, rtol=0, atol=0)
 
 
+def test_inference_mode_makes_inference_tensors() -> None:
+    def forward(x: T) -> tuple[T, T]:
+        with torch.inference_mode():
+            y = x * 2
+        with torch.inference_mode(False):
+            z = x * 3
+        return y, z
+
+    call = torch.compile(forward, backend="aot_eager")
+    with dynamo.capture_settings(8):
+        for _ in range(2):
+            assert [t.is_inference() for t in call(torch.ones(2))] == [True, False]
+
+
+# What is asked, what sets it, and two values; the first is the one outside of the forward.
+SETTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any, Any]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float32, torch.float64),
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, False, True),
+    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest", "medium"),
+    "attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, True, False),
+    "warnings": (torch.is_warn_always_enabled, torch.set_warn_always, False, True),
+    "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False, True),
+    "threads": (torch.get_num_threads, torch.set_num_threads, 1, 2),
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled, True, False),
+}
+
+
+@pytest.mark.parametrize("name", SETTERS)
+def test_a_state_of_torch_is_set_at_each_call(name: str) -> None:
+    ask, put, outside, inside = SETTERS[name]
+    before = ask()
+
+    def forward(x: T) -> tuple[T, T]:
+        y = x * 2
+        put(inside)
+        return y, x + torch.full((2,), 1.5)
+
+    def shown(call: Forward) -> list[Any]:
+        found = []
+        for _ in range(3):
+            put(outside)
+            y, z = call(torch.ones(2, dtype=torch.float32))
+            found.append((ask(), y.dtype, z.dtype))
+            put(outside)
+        return found
+
+    try:
+        expected = shown(forward)
+        call = torch.compile(forward, backend="aot_eager")
+        with dynamo.capture_settings(8):
+            assert shown(call) == expected
+        assert expected[0][0] == inside
+    finally:
+        put(before)
+
+
 def test_the_scripts_own_traces_are_dynamos() -> None:
     draws = random.Random(3)
     call = torch.compile(lambda x: x * draws.random(), backend="eager", fullgraph=True)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autofuse.capture.backend import boxed, compile_with
 from autofuse.capture.guarded_call import plain_call
 from autofuse.capture.traced import OF_THE_LOSS
-from tests.capture.test_loss_alone import WIDTH, WORDS, Language, agree, compiled
+from tests.capture.passes.test_loss_alone import WIDTH, WORDS, Language, agree, compiled
 
 T = torch.Tensor
 

@@ -16,7 +16,7 @@ from autofuse.capture.graph_import import import_graph
 from autofuse.codegen.in_place import why_not
 from autofuse.fusion.analyzer import FusionCandidateAnalyzer
 from autofuse.fusion.config import FusionConfig
-from tests.capture.test_recompute import captured, check, randn
+from tests.capture.passes.test_recompute import captured, check, randn
 
 T = torch.Tensor
 
