@@ -12,9 +12,10 @@ a ``random.Random`` object                        draws the same numbers at each
 ``t_``, ``squeeze_`` and others of a result       goes on with its sizes from before
 an attribute of a class that is written           reads it through objects as it was before
 a ``deque`` with a ``maxlen``                     lets it grow
+a variable of the environment                     does not look again whether it is there, or, by ``getenv``, what it is
 an attribute that a function may have             does not look again whether it has it
 ``torch.inference_mode()``                        makes results that are no inference tensors
-``torch.set_default_dtype`` and other setters     calls them at the trace, and never again
+``torch.set_default_dtype``, ``torch.seed``, ...    calls them at the trace, and never again
 ``torch.distributions``                           no longer checks arguments, in the whole process
 ================================================  =====================================================================
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -117,11 +119,20 @@ def _no_inference_mode(enter: Callable[..., Any]) -> Callable[..., Any]:
 def _no_setters(call: Callable[..., Any]) -> Callable[..., Any]:
     def called(function: Any, *rest: Any) -> Any:
         name = getattr(function.value, "__name__", "").lstrip("_")
-        if name.startswith(_SETTERS) and name not in _TRACED_SETTERS:
+        if (name.startswith(_SETTERS) or name == "seed") and name not in _TRACED_SETTERS:
             _break(f"torch's {name}")
         return call(function, *rest)
 
     return called
+
+
+def _no_environment(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(builder: Any, value: Any) -> Any:
+        if value is os.environ:
+            _break("os.environ")
+        return wrap(builder, value)
+
+    return wrapped
 
 
 def _guard_missing(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,6 +193,7 @@ def _keep_validation(patch: Callable[[], None]) -> None:
 _patch(WrapperUserFunctionVariable, "call_function", _only_unchanging_results)
 _patch(SideEffects, "store_attr", _no_writes_to_classes)
 _patch(VariableBuilder, "wrap_listlike", _no_bounded_deques)
+_patch(VariableBuilder, "_wrap", _no_environment)
 _patch(InferenceModeVariable, "enter", _no_inference_mode)
 _patch(TorchInGraphFunctionVariable, "call_function", _no_setters)
 _patch(functions, "fn_var_getattr", _guard_missing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 import random
 import subprocess
 import sys
@@ -137,6 +138,34 @@ def test_inference_mode_makes_inference_tensors() -> None:
     with dynamo.capture_settings(8):
         for _ in range(2):
             assert [t.is_inference() for t in call(torch.ones(2))] == [True, False]
+
+
+VARIABLE = "AUTOFUSE_TEST_OF_AN_ENVIRONMENT"
+READS: dict[str, Forward] = {
+    "getenv": lambda x: x * float(os.getenv(VARIABLE, "1")),
+    "get": lambda x: x * float(os.environ.get(VARIABLE, "1")),
+    "in": lambda x: x * float(VARIABLE in os.environ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_environment_is_read_at_each_call(name: str) -> None:
+    forward = READS[name]
+    call = torch.compile(forward, backend="aot_eager")
+    try:
+        with dynamo.capture_settings(8):
+            for number in (None, None, "7", "8"):
+                if number:
+                    os.environ[VARIABLE] = number
+                assert torch.equal(call(torch.ones(2)), forward(torch.ones(2)))
+    finally:
+        os.environ.pop(VARIABLE, None)
+
+
+def test_a_seed_is_drawn_at_each_call() -> None:
+    call = torch.compile(lambda x: x.double() * torch.seed(), backend="aot_eager")
+    with dynamo.capture_settings(8):
+        assert not torch.equal(call(torch.ones(2)), call(torch.ones(2)))
 
 
 # What is asked, what sets it, and two values; the first is the one outside of the forward.
