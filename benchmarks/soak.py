@@ -9,11 +9,11 @@ In: the scripts of `soak_scripts`, run with `autofuse run` on a store of their o
 memory and the open files of the script, of the daemon with its workers, and of the process that keeps the store are
 read, and the bytes of the store's folder. Out: for each of them the slope an hour (least squares after the first
 third, in which shapes are met for the first time and tuned), with a 95 % interval from resampled blocks of a minute;
-and how long steps of one fixed shape take in the last third over the middle one, each over a piece of plain torch
-right after it. A slope whose interval begins above 1 % of its mean an hour counts as growing. New shapes without end
-spread the resident memory of plain Python, too: malloc keeps what it cannot join. So the scripts also say what malloc
-has given out and how many blocks Python has, and ``--plain`` measures plain Python, in rows of their
-own. Writes benchmarks/results/soak.json.
+of the last third, too; and how long steps of one fixed shape take in the last third over the middle one, each over a
+piece of plain torch right after it. A slope whose interval begins above 1 % of its mean an hour counts as growing. New
+shapes without end spread the resident memory of plain Python, too: malloc keeps what it cannot join. So the scripts
+also say what malloc has given out and how many blocks Python has, and ``--plain`` measures plain Python, in rows of
+their own. Writes benchmarks/results/soak.json.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Series:
         self.at.append(at)
         self.values.append(value)
 
-    def late(self) -> Series:
-        """Without the first third."""
-        begin = self.at[-1] / 3 if self.at else 0.0
+    def late(self, share: float) -> Series:
+        """Without the first samples, which this share of the time has."""
+        begin = share * self.at[-1] if self.at else 0.0
         kept = [(at, value) for at, value in zip(self.at, self.values, strict=True) if at >= begin]
         return Series([at for at, _ in kept], [value for _, value in kept])
 
@@ -69,9 +69,11 @@ def slope(at: Sequence[float], values: Sequence[float]) -> float:
     return statistics.linear_regression(at, values).slope
 
 
-def with_interval(series: Series, draw: random.Random, of: Callable[..., float] = slope) -> dict[str, Any]:
-    """The slope of the later samples, its 95 % interval, their mean, and whether it grows."""
-    late = series.late()
+def with_interval(
+    series: Series, draw: random.Random, of: Callable[..., float] = slope, after: float = 1 / 3
+) -> dict[str, Any]:
+    """The slope of the samples after this share of the time, its 95 % interval, their mean, and whether it grows."""
+    late = series.late(after)
     count = len(late.at)
     blocks = [range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
     found = []
@@ -172,6 +174,7 @@ def soak(name: str, seconds: float, is_plain: bool = False) -> dict[str, Any]:
         "met": {key: printed[-1][key] for key in ("shapes", "models") if key in printed[-1]},
         **gained,
         "slopes": {key: with_interval(found, draw) for key, found in series.items()},
+        "last_third": {key: with_interval(found, draw, after=2 / 3) for key, found in series.items()},
         "steps_late_over_middle": pace(printed, seconds, draw),
         "minutes": minutes,  # one sample a minute of each, to see whether it grows by steps
         "said": [_PATHS.sub("", text) for text in said if text.startswith("autofuse: ")],
@@ -213,14 +216,18 @@ def pace(printed: Sequence[dict[str, Any]], seconds: float, draw: random.Random)
     }
 
 
+def _slope(found: dict[str, Any], scale: int) -> str:
+    span = "" if found["low"] is None else f" ({found['low'] / scale:+.2f} to {found['high'] / scale:+.2f})"
+    return f"{found['an_hour'] / scale:+.2f}{span}"
+
+
 def line(row: dict[str, Any]) -> str:
     words = [f"{row['script']}: {row['steps']:,} steps, {row['met']}"]
     for key, found in row["slopes"].items():
         unit, scale = ("MiB", 2**20) if key.endswith("_bytes") else ("", 1)
-        span = "" if found["low"] is None else f" ({found['low'] / scale:+.2f} to {found['high'] / scale:+.2f})"
-        mark = "  GROWS" if found["grows"] else ""
         mean = f"{found['mean'] / scale:.1f} {unit}".strip()
-        words.append(f"  {key}: {mean}, {found['an_hour'] / scale:+.2f}{span} an hour{mark}")
+        mark = f"  GROWS; in the last third {_slope(row['last_third'][key], scale)}" if found["grows"] else ""
+        words.append(f"  {key}: {mean}, {_slope(found, scale)} an hour{mark}")
     if row["steps_late_over_middle"] is not None:
         found = row["steps_late_over_middle"]
         words.append(

@@ -41,6 +41,13 @@ def test_slopes(soak, value, an_hour, grows):
     assert found["low"] <= found["an_hour"] <= found["high"] and found["grows"] == grows
 
 
+def test_the_last_third_tells_what_has_stopped_growing(soak):
+    series = series_of(soak, lambda hour: 500.0 + 60 * min(hour, 0.6))
+    assert soak.with_interval(series, random.Random(1))["grows"]
+    late = soak.with_interval(series, random.Random(1), after=2 / 3)
+    assert late["an_hour"] == pytest.approx(0.0, abs=1e-6) and not late["grows"]
+
+
 def test_a_run_too_short_for_an_interval_says_nothing(soak):
     series = soak.Series([0.0, 0.001], [1.0, 9.0])
     found = soak.with_interval(series, random.Random(1))
