@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autofuse.process.apply import apply_malloc
+from autofuse.process.apply import keep_freed_memory
 from autofuse.startup.script import Target, run_target
 
 
@@ -50,7 +50,7 @@ class StepGate:
 def main(arguments: list[str]) -> NoReturn:
     malloc, go, done, *command = arguments
     if malloc == "on":
-        apply_malloc()
+        keep_freed_memory()
     from torch.optim.optimizer import register_optimizer_step_post_hook  # after malloc is set: torch allocates
 
     register_optimizer_step_post_hook(StepGate(int(go), int(done)).tick)

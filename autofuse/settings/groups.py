@@ -269,7 +269,8 @@ class ProcessSettings(Group):
     """What is set for the whole process; measured and reported apart from fusion."""
 
     malloc: Literal["auto", "on", "off"] = declare(
-        "auto", "Keep freed memory instead of returning it (glibc); auto: where it was measured to win."
+        "auto",
+        "Keep freed memory, in huge pages where the kernel has them (glibc); auto: where it was measured to win.",
     )
     threads: int | None = declare(
         None, "Threads that torch computes with; none leaves torch's own choice.", unit="threads", low=1

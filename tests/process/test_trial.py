@@ -62,6 +62,28 @@ assert grown - before >= 48 << 20 and libc.sbrk(0) == grown
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@on_glibc
+def test_large_blocks_lie_in_huge_pages_and_none_is_touched_before() -> None:
+    code = """
+import ctypes, re
+from autofuse.process.apply import advise_huge_pages, apply_malloc
+def resident():
+    return int(re.search(r"VmRSS:\\s*(\\d+)", open("/proc/self/status").read())[1]) << 10
+apply_malloc()
+before = resident()
+advised = advise_huge_pages()
+assert advised >= 900 << 20 and resident() - before < 8 << 20
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+middle = libc.malloc(ctypes.c_size_t(64 << 20)) + (32 << 20)
+areas = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read(), flags=re.M)[1:]
+spans = [[int(number, 16) for number in area.split()[0].split("-")] for area in areas]
+inside = next(area for area, (begin, end) in zip(areas, spans) if begin <= middle < end)
+assert " hg" in inside.split("VmFlags:")[1]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_clear_gain_wins_and_a_doubtful_one_does_not() -> None:
     won = trial_of(1.2, 1.25, 1.15, 1.2, 1.22, 1.18)
     assert (won.decision, won.reason, won.setting) == ("on", "won", MALLOC)
