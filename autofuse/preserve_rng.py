@@ -22,9 +22,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from autofuse.hidden_thread import hides
+from autofuse.locks import make_rlock
 from autofuse.script_signals import held_back
 from autofuse.warning_filters import unchanged
 
+# torch holds a generator's mutex while it makes the tensor for its state. If Python collects garbage at that moment,
+# what runs then may hand the interpreter over to a thread that wants the same mutex and keeps the interpreter: both wait
+# for ever. So our threads ask one at a time. A collection may bring the holder here once more.
+_torchs_states = make_rlock()
 _DRAWS_NOTHING = "tqdm_monitor"  # the name of a thread that a script's progress bars have
 
 
@@ -67,6 +72,14 @@ def is_only_thread() -> bool:
     return all(thread.name == _DRAWS_NOTHING for thread in others)
 
 
+def _one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        with _torchs_states:
+            return call(*args)
+
+    return called
+
+
 def generators() -> Iterator[Generator]:
     """Those that there are: what is not imported yet has no state that a script could know."""
     yield Generator(random.getstate, _itself, random.setstate)
@@ -77,7 +90,7 @@ def generators() -> Iterator[Generator]:
     if hasattr(torch, "default_generator"):
         is_readable = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
         for one in (torch.default_generator, *(torch.cuda.default_generators if is_readable else ())):
-            yield Generator(one.get_state, _bytes_of, one.set_state)
+            yield Generator(_one_at_a_time(one.get_state), _bytes_of, _one_at_a_time(one.set_state))
 
 
 def _itself(state: Any) -> Any:

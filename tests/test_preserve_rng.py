@@ -1,6 +1,8 @@
 """Work of ours on a script's thread leaves the random generators as they were."""
 
 import random
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -96,3 +98,22 @@ def test_a_generator_of_another_kind_behind_numpys_functions():
         assert np.random.rand() == first
     finally:
         np.random.set_bit_generator(before)
+
+
+COLLECTING = """
+import gc, sys, threading, time
+import torch
+from autofuse.preserve_rng import keep_generators
+sys.setswitchinterval(1e-5)
+gc.callbacks.append(lambda phase, info: time.sleep(0))  # hands the interpreter over in the middle of a collection
+gc.set_threshold(3, 1000, 1000)
+threads = [threading.Thread(target=lambda: [keep_generators() for _ in range(1000)]) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_that_ask_while_garbage_is_collected_do_not_wait_for_each_other():
+    subprocess.run([sys.executable, "-c", COLLECTING], check=True, timeout=120)
