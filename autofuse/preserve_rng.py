@@ -27,7 +27,7 @@ from autofuse.script_signals import held_back
 from autofuse.warning_filters import unchanged
 
 # torch holds a generator's mutex while it makes the tensor for its state. If Python collects garbage at that moment,
-# what runs then may hand the interpreter over to a thread that wants the same mutex and keeps the interpreter: both wait
+# what runs then may hand the interpreter to a thread that wants the same mutex and keeps the interpreter: both wait
 # for ever. So our threads ask one at a time. A collection may bring the holder here once more.
 _torchs_states = make_rlock()
 _DRAWS_NOTHING = "tqdm_monitor"  # the name of a thread that a script's progress bars have
