@@ -29,8 +29,9 @@ from autofuse.warning_filters import unchanged
 # torch holds a generator's mutex while it makes the tensor for its state. If Python collects garbage at that moment,
 # what runs then may hand the interpreter to a thread that wants the same mutex and keeps the interpreter: both wait
 # for ever. So our threads ask one at a time. A collection may bring the holder here once more.
-_torchs_states = make_rlock()
-_DRAWS_NOTHING = "tqdm_monitor"  # the name of a thread that a script's progress bars have
+torchs_states = make_rlock()
+# Names of threads that a script's progress bars have, and the queues to the workers of its data loaders.
+_DRAW_NOTHING = ("tqdm_monitor", "QueueFeederThread")
 
 
 class Generator(NamedTuple):
@@ -69,12 +70,12 @@ def is_only_thread() -> bool:
     """Whether no other thread of the script could have drawn meanwhile."""
     me = threading.get_ident()  # current_thread() would list one that is not
     others = (thread for thread in threading.enumerate() if thread.ident != me and not hides(thread.ident))
-    return all(thread.name == _DRAWS_NOTHING for thread in others)
+    return all(thread.name in _DRAW_NOTHING for thread in others)
 
 
 def _one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any) -> Any:
-        with _torchs_states:
+        with torchs_states:
             return call(*args)
 
     return called

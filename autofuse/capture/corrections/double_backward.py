@@ -38,6 +38,7 @@ from autofuse.capture.corrections.undefined_gradients import (
 )
 from autofuse.capture.training_call import lean_passes, plain_apply
 from autofuse.dynamo_skip import mark_all_below
+from autofuse.preserve_rng import torchs_states
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,8 @@ class Replay:
         found = {t.device.index for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
         if found and torch.cuda.is_current_stream_capturing():
             return None
-        return torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in found}
+        with torchs_states:
+            return torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in found}
 
 
 def written_by(metadata: Any) -> list[int]:

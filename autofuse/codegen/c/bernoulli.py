@@ -20,6 +20,7 @@ import torch
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
 from autofuse.codegen.c.load import load_kernel
 from autofuse.errors import CompilerError
+from autofuse.preserve_rng import is_only_thread
 from autofuse.private_files import PrivateFolder, Untrusted
 
 Bernoulli = Callable[..., None]
@@ -118,17 +119,19 @@ def make_bernoulli(toolchain: Toolchain, folder: PrivateFolder | None = None) ->
 
     default = torch.default_generator
 
-    def fill(mask: torch.Tensor, p: float, generator: torch.Generator | None = None, small: int = SMALL) -> None:
-        n = mask.numel()
-        if n < small or mask.dtype != torch.bool or not mask.is_contiguous():
-            mask.bernoulli_(p, generator=generator)
-            return
-        source = generator or default
+    def draw_alone(mask: torch.Tensor, p: float, source: torch.Generator) -> None:
         state = source.get_state()
-        draw(state.data_ptr(), mask.data_ptr(), n, math.ceil(p * 9007199254740992.0))
+        draw(state.data_ptr(), mask.data_ptr(), mask.numel(), math.ceil(p * 9007199254740992.0))
         source.set_state(state)
 
-    return fill if agrees_with_aten(fill) else None
+    def fill(mask: torch.Tensor, p: float, generator: torch.Generator | None = None) -> None:
+        # What another thread draws before the state is written back would be drawn again.
+        if mask.numel() >= SMALL and mask.dtype == torch.bool and mask.is_contiguous() and is_only_thread():
+            draw_alone(mask, p, generator or default)
+        else:
+            mask.bernoulli_(p, generator=generator)
+
+    return fill if agrees_with_aten(draw_alone) else None
 
 
 def _compiled(toolchain: Toolchain, folder: PrivateFolder | None) -> bytes:
@@ -150,7 +153,7 @@ _OFFSETS = (0, 1, 2, 311, 622, 623, 624, 625)
 _PROBABILITIES = (0.9, 0.5, 0.1, 1 / 3, 0.0, 1.0)
 
 
-def agrees_with_aten(fill: Bernoulli) -> bool:
+def agrees_with_aten(draw_alone: Bernoulli) -> bool:
     """Whether masks and generator states equal aten's, over sizes, offsets into the state and probabilities."""
     ours, theirs = torch.Generator(), torch.Generator()
     number = 0
@@ -163,7 +166,7 @@ def agrees_with_aten(fill: Bernoulli) -> bool:
                 torch.empty(offset).random_(generator=generator)  # one word an element
                 torch.empty(1).normal_(generator=generator)  # leaves a cached sample in the state
             a, b = torch.empty(size, dtype=torch.bool), torch.empty(size, dtype=torch.bool)
-            fill(a, p, ours, 0)
+            draw_alone(a, p, ours)
             b.bernoulli_(p, generator=theirs)
             if not torch.equal(a, b) or not torch.equal(ours.get_state(), theirs.get_state()):
                 return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -28,6 +30,32 @@ def test_masks_and_state(fill: Bernoulli, shape: tuple[int, ...], p: float) -> N
     theirs.bernoulli_(p)
     assert torch.equal(ours, theirs)
     assert torch.equal(after, torch.rand(3))
+
+
+def test_threads_do_not_draw_each_others_numbers(fill: Bernoulli) -> None:
+    """Of two that draw masks, and of one that draws in eager beside them, no numbers come twice."""
+    masks: list[bytes] = []
+    numbers: list[tuple[float, ...]] = []
+    is_over = threading.Event()
+
+    def draw_masks() -> None:
+        for _ in range(300):
+            mask = torch.empty(20_000, dtype=torch.bool)
+            fill(mask, 0.5)
+            masks.append(mask.numpy().tobytes())
+
+    def draw_in_eager() -> None:
+        while not is_over.is_set():
+            numbers.append(tuple(torch.rand(8, dtype=torch.float64).tolist()))
+
+    beside, *drawing = (threading.Thread(target=f) for f in (draw_in_eager, draw_masks, draw_masks))
+    for thread in (beside, *drawing):
+        thread.start()
+    for thread in drawing:
+        thread.join()
+    is_over.set()
+    beside.join()
+    assert len(set(masks)) == 600 and len(set(numbers)) == len(numbers) > 10
 
 
 def test_dropout_draws_the_same(fill: Bernoulli) -> None:
@@ -63,7 +91,7 @@ def test_masks_that_are_not_dense_go_through_aten(fill: Bernoulli) -> None:
 
 
 def test_a_wrong_generator_is_refused() -> None:
-    def constant(mask: torch.Tensor, p: float, generator: torch.Generator | None = None, small: int = 0) -> None:
+    def constant(mask: torch.Tensor, p: float, generator: torch.Generator) -> None:
         mask.fill_(True)
 
     assert not agrees_with_aten(constant)
