@@ -96,8 +96,8 @@ class _Planner:
         self.row_reduces = [n for n in self.live if kernel.values[n].op in ROW_RESULTS]
         self.loop_sinks = [n for n in self.live if kernel.values[n].op in ("col_reduce", "full_reduce")]
         self.widen = widen and bool(self.row_reduces)
-        self.cones = _cones(kernel, self.found)
-        self.cost = cone_cost(kernel, self.found)
+        self.cones = cones_of(kernel, self.found)
+        self.cost = costs_of(kernel, self.cones)
         in_columns = {n for n in self.live if self.found[n].cols and not self.found[n].post}
         self.in_columns = in_columns
         self.roots = self._roots()
@@ -242,12 +242,12 @@ def _used_inside(kernel: LoopKernel, number: int, reach: set[int]) -> bool:
     return any(number in kernel.values[n].args for n in reach)
 
 
-def cone_cost(kernel: LoopKernel, found: list[Region]) -> list[int]:
+def costs_of(kernel: LoopKernel, cones: Sequence[frozenset[int]]) -> list[int]:
     """Rough cost of each value, in arithmetic operations, where a pass over the columns calculates it anew."""
-    return [sum(COST.get(kernel.values[n].op, 1) for n in cone) for cone in _cones(kernel, found)]
+    return [sum(COST.get(kernel.values[n].op, 1) for n in cone) for cone in cones]
 
 
-def _cones(kernel: LoopKernel, found: list[Region]) -> list[frozenset[int]]:
+def cones_of(kernel: LoopKernel, found: list[Region]) -> list[frozenset[int]]:
     """For each value that varies along columns, what a pass over them calculates for it, itself included."""
     cones: list[frozenset[int]] = []
     for number, value in enumerate(kernel.values):

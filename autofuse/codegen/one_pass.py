@@ -20,7 +20,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from autofuse.codegen.column_passes import WORTH_KEEPING, cone_cost
+from autofuse.codegen.column_passes import WORTH_KEEPING, cones_of, costs_of
 from autofuse.codegen.dtypes import is_float
 from autofuse.codegen.loops import LoopKernel, LoopValue, regions
 from autofuse.ir.shape import as_dim, product
@@ -37,7 +37,7 @@ class _Merge(NamedTuple):
 def merge_passes(kernel: LoopKernel) -> LoopKernel:
     """The kernel with merges in place of the reductions that can be ones."""
     found = regions(kernel)
-    costs = cone_cost(kernel, found)
+    costs = costs_of(kernel, cones_of(kernel, found))
     values = list(kernel.values)
     for number, value in enumerate(kernel.values):
         if value.op != "row_reduce" or value.attr != "sum" or not is_float(value.dtype):

@@ -57,11 +57,11 @@ def apply_malloc() -> dict[str, int]:
 
 
 def advise_huge_pages() -> int:
-    """Ask for huge pages in the heap, once glibc keeps freed memory; returns how many bytes, 0 where it cannot.
+    """Ask for huge pages in the heap, once `apply_malloc` has made glibc keep it; returns how many bytes, or 0.
 
     The heap grows by what is asked for, but no page of it is touched: resident memory stays what it is.
     """
-    if platform.libc_ver()[0] != "glibc" or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
         return 0
     libc = ctypes.CDLL(None)
     libc.malloc.argtypes, libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p

@@ -112,7 +112,7 @@ def test_every_tile_on_awkward_sizes(tile: str, weight_last: bool) -> None:
             check(form, sizes, tile)
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_window(data: st.DataObject) -> None:
     def pairs(low: int, high: int) -> tuple[int, int]:

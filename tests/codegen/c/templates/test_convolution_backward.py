@@ -107,7 +107,7 @@ def test_those_that_are_asked_for(asked: tuple[int, ...]) -> None:
         check(gradients(20, 36, asked=asked), sizes)
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_window_and_layout(data: st.DataObject) -> None:
     def pairs(low: int, high: int) -> tuple[int, int]:

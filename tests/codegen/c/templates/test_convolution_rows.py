@@ -52,7 +52,7 @@ def test_every_tile_on_awkward_sizes(tile: str) -> None:
             check(rows(channels, cols, bias=True), sizes, tile)
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_window_and_layout(data: st.DataObject) -> None:
     def pairs(low: int, high: int) -> tuple[int, int]:

@@ -105,7 +105,7 @@ def test_every_tile_on_awkward_sizes(tile: str, turned: tuple[bool, bool]) -> No
             check(form, inputs, tile=tile, panels=panels)
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
     sizes=st.tuples(st.integers(0, 90), st.integers(0, 150), st.integers(0, 420)),
     turned=st.sampled_from(LAYOUTS),
