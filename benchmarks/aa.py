@@ -36,7 +36,7 @@ from autofuse.ir.records import (
     TuneRequest,
     make_config,
 )
-from autofuse.process.apply import apply_malloc
+from autofuse.process.apply import keep_freed_memory
 from autofuse.runtime.session import Session
 from autofuse.settings.layers import Settings
 from autofuse.tuner.backends import CBackend
@@ -228,7 +228,7 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> int:
     options = parse(arguments(__doc__, "aa", quick="one size, few tries; proves nothing"))
-    apply_malloc()  # of this process; the worker does so by itself
+    keep_freed_memory()  # of this process; the worker does so by itself
     began = time.monotonic()
     with tuning_session("aa") as (session, tuner):
         node = capture(session, CASE)

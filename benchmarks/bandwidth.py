@@ -46,7 +46,7 @@ from autofuse.codegen.inputs import make_inputs
 from autofuse.codegen.templates import LOOP
 from autofuse.db.store import Store
 from autofuse.ir.records import Config, Decision, KernelRecord, make_config
-from autofuse.process.apply import apply_malloc
+from autofuse.process.apply import keep_freed_memory
 from autofuse.runtime.session import Session
 from autofuse.tuner.backends import CBackend
 from autofuse.wrapper.node_call import make_launcher, make_unfused
@@ -418,7 +418,7 @@ def main() -> int:
         rows = [r for r in json.loads(options.out.read_text())["rows"] if r["row"] not in names]
     left_out: list[str] = []
     if options.malloc == "on":
-        apply_malloc()
+        keep_freed_memory()
     began = time.monotonic()
     print("GB/s of copy, streams, eager, kernel, kernel in caches; share of copy, of streams")
     # Tensors of this size are checked in float64, in several copies.

@@ -46,7 +46,7 @@ from torch import nn
 from torch.optim import adam, adamw
 
 from autofuse.daemon import control
-from autofuse.process.apply import apply_malloc
+from autofuse.process.apply import keep_freed_memory
 from autofuse.runtime.session import Session
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
@@ -534,7 +534,7 @@ def main() -> int:
     options = asked()
     names = chosen(options.only, [*(row.name for row in ROWS), ADAMW])
     if options.malloc == "on":
-        apply_malloc()
+        keep_freed_memory()
     settings = settings_for(options)
     session = start_session(settings, "benchmarks/patterns.py")
     contenders = tuple(c for c in CONTENDERS if c in options.contenders.split(","))

@@ -48,7 +48,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autofuse.daemon import control
-from autofuse.process.apply import apply_malloc
+from autofuse.process.apply import keep_freed_memory
 from autofuse.runtime.session import Session
 from autofuse.sessions import start_session
 from autofuse.settings.layers import Settings, load
@@ -413,7 +413,7 @@ def main() -> int:
     options = asked()
     names, shapes = chosen(options.only, list(CASES)), options.timed.split(",")
     if options.malloc == "on":
-        apply_malloc()
+        keep_freed_memory()
     out: Path = options.out
     if options.quick:
         names, shapes = names[:1], shapes[:1]

@@ -26,7 +26,7 @@ from autofuse.ir.operation import NodeForm
 from autofuse.optim import step_bench as optimizer
 from autofuse.optim.candidate import StepCandidate
 from autofuse.optim.form import StepForm
-from autofuse.process.apply import apply_malloc
+from autofuse.process.apply import advise_huge_pages, apply_malloc
 from autofuse.startup import gc_pause
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.ipc import Pipe, PipeClosed
@@ -180,6 +180,7 @@ def main(make_rig: Callable[[int], DeviceRunner], memory_bytes: int, parent: int
 
 def _cpu_rig(memory_bytes: int) -> DeviceRunner:
     limit_memory(memory_bytes)
+    advise_huge_pages()  # as the script has them: with small pages the speed of one kernel differs by process, up to 2x
     return CpuRunner()
 
 
