@@ -91,13 +91,13 @@ def generators() -> Iterator[Generator]:
     if hasattr(torch, "default_generator"):
         is_readable = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
         for one in (torch.default_generator, *(torch.cuda.default_generators if is_readable else ())):
-            yield Generator(_one_at_a_time(one.get_state), _bytes_of, _one_at_a_time(one.set_state))
+            yield Generator(_one_at_a_time(one.get_state), bytes_of, _one_at_a_time(one.set_state))
 
 
 def _itself(state: Any) -> Any:
     return state
 
 
-def _bytes_of(state: Any) -> bytes:
+def bytes_of(state: Any) -> bytes:
     """Of a tensor on the CPU, by its address: while torch traces, its operators are not to be called."""
     return ctypes.string_at(state.data_ptr(), state.numel())

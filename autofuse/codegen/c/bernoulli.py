@@ -5,7 +5,8 @@ in the state that it would leave. aten samples serially, two 32-bit words an ele
 is compared with p x 2^53. The legacy state tensor holds ``left`` (int32 at byte 8), ``next`` (int64 at 16) and 624
 words of 64 bits from byte 24; the bytes after these (cached normal samples) stay as they are. Guarantee: checked
 against aten on a private generator before it is handed out; None where anything differs (an Intel CPU with MKL uses
-another stream).
+another stream). What another thread draws before the state is written back would be drawn again: where the state has
+changed meanwhile, aten fills this mask and all that follow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from autofuse.codegen.c.build import Toolchain, compile_key, compile_source, flags_for
 from autofuse.codegen.c.load import load_kernel
 from autofuse.errors import CompilerError
-from autofuse.preserve_rng import is_only_thread
+from autofuse.preserve_rng import bytes_of, is_only_thread, torchs_states
 from autofuse.private_files import PrivateFolder, Untrusted
 
 Bernoulli = Callable[..., None]
@@ -118,18 +119,33 @@ def make_bernoulli(toolchain: Toolchain, folder: PrivateFolder | None = None) ->
         return None
 
     default = torch.default_generator
+    is_shared = False  # another thread was seen to draw
 
     def draw_alone(mask: torch.Tensor, p: float, source: torch.Generator) -> None:
         state = source.get_state()
         draw(state.data_ptr(), mask.data_ptr(), mask.numel(), math.ceil(p * 9007199254740992.0))
         source.set_state(state)
 
+    def draw_beside_others(mask: torch.Tensor, p: float, source: torch.Generator) -> None:
+        nonlocal is_shared
+        with torchs_states:  # one of our own masks at a time
+            state = source.get_state()
+            before = bytes_of(state)
+            draw(state.data_ptr(), mask.data_ptr(), mask.numel(), math.ceil(p * 9007199254740992.0))
+            # From here to the end no other thread has the interpreter, so that none begins to draw.
+            is_shared = bytes_of(source.get_state()) != before
+            if not is_shared:
+                source.set_state(state)
+                return
+        mask.bernoulli_(p, generator=source)
+
     def fill(mask: torch.Tensor, p: float, generator: torch.Generator | None = None) -> None:
-        # What another thread draws before the state is written back would be drawn again.
-        if mask.numel() >= SMALL and mask.dtype == torch.bool and mask.is_contiguous() and is_only_thread():
+        if mask.numel() < SMALL or mask.dtype != torch.bool or not mask.is_contiguous() or is_shared:
+            mask.bernoulli_(p, generator=generator)
+        elif is_only_thread():
             draw_alone(mask, p, generator or default)
         else:
-            mask.bernoulli_(p, generator=generator)
+            draw_beside_others(mask, p, generator or default)
 
     return fill if agrees_with_aten(draw_alone) else None
 

@@ -11,7 +11,7 @@ from autofuse.codegen.c.bernoulli import Bernoulli, agrees_with_aten, make_berno
 from autofuse.codegen.generator import FusionKernelGenerator
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fill(generator: FusionKernelGenerator) -> Bernoulli:
     found = make_bernoulli(generator.toolchain)
     if found is None:
@@ -56,6 +56,23 @@ def test_threads_do_not_draw_each_others_numbers(fill: Bernoulli) -> None:
     is_over.set()
     beside.join()
     assert len(set(masks)) == 600 and len(set(numbers)) == len(numbers) > 10
+
+
+def test_an_idle_thread_beside_it_leaves_masks_to_us(fill: Bernoulli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loggers, notebooks and pools have threads that draw nothing."""
+    is_over = threading.Event()
+    beside = threading.Thread(target=is_over.wait, daemon=True)
+    beside.start()
+    ours, atens = torch.empty(5000, dtype=torch.bool), torch.empty(5000, dtype=torch.bool)
+    torch.manual_seed(3)
+    atens.bernoulli_(0.3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    monkeypatch.setattr(torch.Tensor, "bernoulli_", lambda *_, **__: pytest.fail("aten was called"))
+    fill(ours, 0.3)
+    is_over.set()
+    beside.join()
+    assert torch.equal(ours, atens) and torch.equal(torch.rand(3), expected)
 
 
 def test_dropout_draws_the_same(fill: Bernoulli) -> None:
