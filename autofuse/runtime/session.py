@@ -225,6 +225,9 @@ class Session:
     def note_call(self, call: GraphCall) -> None:
         self._step_records.add(call)
 
+    def note_unlike(self) -> None:
+        self.context.unlike_calls += 1
+
     def keeps_own(self, node: NodeState, fused: NodeCall, tag: str) -> bool:
         return self._own_kernels is not None and self._own_kernels.stay(node, fused, tag)
 

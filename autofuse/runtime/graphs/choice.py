@@ -58,6 +58,9 @@ class RouterHost(Protocol):
     def note_call(self, call: GraphCall) -> None:
         """A timed call has ended."""
 
+    def note_unlike(self) -> None:
+        """A timed call has ended that took notably longer than one that is not timed."""
+
     def keeps_own(self, node: NodeState, fused: NodeCall, tag: str) -> bool:
         """Whether a library's operator in the node is faster in the script than the kernel, whose races were against
         the operator's unfused form."""

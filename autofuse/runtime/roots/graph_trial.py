@@ -32,6 +32,8 @@ PAIRED = 3  # captured calls of a shape, at least, before a held-out one is comp
 # So many calls before a held-out one are timed where signatures are few; where each is rarer, PAIRED times as many as
 # there are signatures: within those, calls of all sizes that come in turn.
 TIMED, FEW = 6, 4
+# So many of them are not compared: the code that times has left the caches, which makes a step of 0.2 ms 0.1 ms longer.
+WARMING = 3
 MOST_FREE = 100  # calls in a row that are not timed: a new kernel is noticed after as many
 SHORT_CALL_US = 5000.0  # shorter calls depend on whether their code is in the CPU's caches
 # Up to so many signatures are compared only with themselves; with more, each is rare and is compared with similar ones.
@@ -80,6 +82,7 @@ class GraphTrial:
         self._changes = Counter[int]()  # of the kernels that calls of each magnitude run
         self._resting: dict[int, int] = {}  # calls left, by magnitude
         self._rests: dict[int, int] = {}  # how often each has rested
+        self._warming = 0  # short steps that are not compared, after untimed ones
         self._is_marked = False  # plans of the open step are recorded
         self._is_watched = False  # allocations of the call that was chosen last are recorded
         self._call_us: float | None = None  # of the open step, where it has no backward pass
@@ -156,9 +159,12 @@ class GraphTrial:
         is_watched, self._is_watched = self._is_watched, False
         if held is Held.RESTING:
             shape, held = None, Held.NO
-        self.opened = OpenStep(now, shape, held, number, self._context.disturbances, stretch, is_watched)
+        context = self._context
+        self.opened = OpenStep(
+            now, shape, held, number, context.disturbances, context.unlike_calls, stretch, is_watched
+        )
         if shape is not None and held is not Held.NO:
-            self._context.held_out_calls += 1
+            context.held_out_calls += 1
 
     def call_took(self, seconds: float) -> None:
         """Note the time of the call, where the call is all of its step that is compared."""
@@ -179,7 +185,7 @@ class GraphTrial:
         if any(len(sizes.recent) < PAIRED for sizes in tuple(self._sizes.values())):
             return 0
         signatures = len(self.shapes)
-        free = self._held_out.free(TIMED if signatures <= FEW else min(PAIRED * signatures, PAIR_WINDOW))
+        free = self._held_out.free(TIMED if signatures <= FEW else min(PAIRED * signatures, PAIR_WINDOW) + WARMING)
         return min(free, MOST_FREE) if free >= 2 else 0
 
     def skip(self, calls: int) -> None:
@@ -191,6 +197,7 @@ class GraphTrial:
         us = (now - began) * 1e6
         self.total_us += us
         self._context.step_us_total += us
+        self._warming = WARMING
 
     # ---- steps -----------------------------------------------------------------------------------------
 
@@ -202,7 +209,7 @@ class GraphTrial:
             self.late.collect()
 
     def _end(self, opened: OpenStep, now: float) -> None:
-        began, shape, held, _, disturbances, stretch, is_watched = opened
+        began, shape, held, _, disturbances, unlike_calls, stretch, is_watched = opened
         self.opened = None
         step_us = (now - began) * 1e6
         self.total_us += step_us
@@ -219,7 +226,10 @@ class GraphTrial:
         if ran is not None and held is Held.NO:
             self._note(shape, ran)
             shape.noted_at = -1 if is_disturbed else disturbances
-        is_left_out = is_disturbed or is_watched or held is Held.COLD
+        is_left_out = is_disturbed or is_watched or held is Held.COLD or unlike_calls != context.unlike_calls
+        if self._warming and held is Held.NO:
+            self._warming -= 1
+            is_left_out = is_left_out or shape.is_short
         if not self.on_gpu:
             self._add_step(opened, 0.0 if is_left_out else step_us)
             return
@@ -246,7 +256,7 @@ class GraphTrial:
 
     def _add_step(self, opened: OpenStep, step_us: float) -> None:
         """Add the time of a step; 0 stands for a step that is not compared."""
-        _, shape, held, number, _, _, _ = opened
+        _, shape, held, number, *_ = opened
         assert shape is not None
         held_out = held is not Held.NO
         if self._context.store_thread.usable:  # else nobody takes them

@@ -142,6 +142,9 @@ class GpuKernel(Undecided):
     def note_call(self, call):
         pass
 
+    def note_unlike(self):
+        pass
+
 
 @pytest.fixture
 def standing_in(monkeypatch):

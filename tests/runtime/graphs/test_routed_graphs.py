@@ -53,6 +53,9 @@ class Undecided:
     def note_call(self, call):
         pass
 
+    def note_unlike(self):
+        pass
+
     def wrap(self, node, fused):
         return fused
 

@@ -364,6 +364,46 @@ def test_calls_that_gain_beyond_doubt_are_held_out_less_until_they_lose(make: Ca
     assert len(bench.captured_calls) < 2400
 
 
+def test_calls_that_are_timed_node_by_node_are_not_compared(make: Callable[..., Bench]) -> None:
+    """The first calls of graphs all are, and of some nodes eager's operations are timed in them."""
+    bench: Bench
+
+    def captured(elements: int) -> float:
+        context = bench.roots.context
+        context.unlike_calls += len(bench.captured_calls) < 200
+        return 1500.0 if len(bench.captured_calls) < 200 else 500.0
+
+    bench = make(lambda n: 1000.0, captured, **NEVER)
+    bench.root.capture()
+    bench.call([64] * 1000)
+    assert bench.root.state == "captured", bench.root.detail
+    assert bench.root.trial.gain == pytest.approx(2.0, rel=0.1)
+
+
+def test_calls_just_after_untimed_ones_are_not_compared(make: Callable[..., Bench]) -> None:
+    """The code that times them has left the caches meanwhile."""
+    bench: Bench
+    cold = [0]
+
+    def captured(elements: int) -> float:
+        if bench.root.untimed.began is not None:
+            cold[0] = 4
+            return 500.0
+        cold[0] = max(cold[0] - 1, 0)
+        return 1500.0 if cold[0] else 500.0
+
+    bench = make(lambda n: 1000.0, captured, **NEVER)
+    code = SimpleNamespace(
+        manager=bench, fits=lambda *args: True, run=lambda module, x: bench.run_captured(x), types=lambda: set()
+    )
+    bench.traced.direct.find = lambda *args: code
+    bench.root.capture()
+    bench.call([64] * 2000)
+    compared = [step.step_us for step in bench.roots.context.steps if step.fused_nodes and step.step_us]
+    assert bench.root.state == "captured" and len(compared) > 40
+    assert compared == pytest.approx([500.0] * len(compared))
+
+
 def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) -> None:
     bench = make(lambda n: n, lambda n: n / 2)
     context = bench.roots.context
