@@ -174,8 +174,9 @@ LIBRARY_FUNCTIONS = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
     "acos", "atan", "erf", "erfc", "asinh", "acosh", "atanh",
 )  # fmt: skip
-# normal_cdf: (1 + erf(x / sqrt(2))) / 2, with errors relative to 1, as in gelu.
-TRANSCENDENTAL = (*LIBRARY_FUNCTIONS, "normal_cdf")
+# normal_cdf: (1 + erf(x / sqrt(2))) / 2, with errors relative to 1, of NaN anything: gelu multiplies it by x.
+# exp_nonpositive: exp of what is never above 0; below the normal numbers it may be 0.
+TRANSCENDENTAL = (*LIBRARY_FUNCTIONS, "normal_cdf", "exp_nonpositive")
 UNARY = (
     *TRANSCENDENTAL, "neg", "abs", "sqrt", "rsqrt", "reciprocal", "floor", "ceil", "round", "trunc", "sign",
     "not", "bitnot", "isnan", "isinf", "lgamma",

@@ -77,7 +77,10 @@ INLINE_MATH: dict[str, str] = {
 """,
     "af_normal_cdf_f32": """static inline float af_normal_cdf_f32(float x) {  /* (1 + erf(x / sqrt(2))) / 2 */
   float z = x * x;
-  z = z > 29.645f ? 29.645f : z;
+  int32_t zi;
+  memcpy(&zi, &z, 4);  /* limits by integers: three instructions for eleven, but no NaN; x times the result is NaN */
+  zi = zi < 0x41ed28f6 ? zi : 0x41ed28f6;  /* 29.645 */
+  memcpy(&z, &zi, 4);
   float p = 2.3293226e-08f;
   p = p * z + 6.31233432e-06f;
   p = p * z + 0.000162353745f;
@@ -91,8 +94,11 @@ INLINE_MATH: dict[str, str] = {
   q = q * z + 0.249923795f;
   q = q * z + 1.0f;
   float y = x * p / q;
-  y = y > 0.5f ? 0.5f : y;
-  y = y < -0.5f ? -0.5f : y;
+  uint32_t yi;
+  memcpy(&yi, &y, 4);
+  const int32_t size = (int32_t)(yi & 0x7fffffffu);
+  yi = (uint32_t)(size < 0x3f000000 ? size : 0x3f000000) | (yi & 0x80000000u);
+  memcpy(&y, &yi, 4);
   return 0.5f + y;
 }
 """,

@@ -117,6 +117,8 @@ class CScalars(ScalarPrinter):
             return f"af_{op}_{'f32' if name == 'float32' else 'f64'}({', '.join(args)})"
         if self.fast and (op, name) in INLINE_CALLS:
             return f"{INLINE_CALLS[op, name]}({args[0]})"
+        if op == "exp_nonpositive":
+            return self.function("exp", name, args)
         if op == "normal_cdf":
             return normal_cdf(args[0], lambda a: self.function("erf", name, [a]), lambda n: literal(n, name))
         return f"{_CALLS[op]}{'f' if name == 'float32' else ''}({', '.join(args)})" if op in _CALLS else None

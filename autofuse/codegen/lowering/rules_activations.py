@@ -108,7 +108,7 @@ def _gelu_backward(b: Builder, to: str, grad: Val, x: Val, approximate: str = "n
         right = b.mul(b.mul(x, b.mul(s, b.sub(b.const(1, to), s))), slope)
         return b.mul(grad, b.add(s, right))
     cdf = b.apply("normal_cdf", x)
-    pdf = b.mul(b.apply("exp", b.mul(b.mul(x, x), -0.5)), 1 / math.sqrt(2 * math.pi))
+    pdf = b.mul(b.apply("exp_nonpositive", b.mul(b.mul(x, x), -0.5)), 1 / math.sqrt(2 * math.pi))
     return b.mul(grad, b.add(cdf, b.mul(x, pdf)))
 
 

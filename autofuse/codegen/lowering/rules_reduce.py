@@ -248,7 +248,7 @@ def _softmax_backward(log: bool) -> Any:
         total = b.reduce("sum", g if log else b.mul(g, y), over)
         g, y = b.cast(cx.operand(grad, index), to), b.cast(cx.operand(out, index), to)
         if log:
-            return b.sub(g, b.mul(b.apply("exp", y), total))
+            return b.sub(g, b.mul(b.apply("exp_nonpositive", y), total))
         return b.mul(b.sub(g, total), y)
 
     return evaluate

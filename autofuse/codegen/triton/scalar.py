@@ -146,6 +146,8 @@ class TritonScalars(ScalarPrinter):
             return f"tl.where(({rest} != 0) & (({rest} < 0) != ({args[1]} < 0)), {rest} + {args[1]}, {rest})"
         if self.fast and op in FAST and name == "float32":
             return f"tl.{op}({args[0]})"
+        if op == "exp_nonpositive":
+            return self.function("exp", name, args)
         if op == "normal_cdf":
             return normal_cdf(args[0], lambda a: self.function("erf", name, [a]), lambda n: literal(n, name))
         return f"libdevice.{_LIBRARY[op]}({', '.join(args)})" if op in _LIBRARY else None
