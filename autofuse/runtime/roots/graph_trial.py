@@ -41,6 +41,9 @@ MAX_EXACT = 16
 # A graph that loses while its kernels are still being tuned rests for so many calls, each time for twice as many.
 FIRST_REST = 256
 LONGEST_REST = 1 << 14
+# Short calls without a gain lose for good the third time: all pairs of one time lie within milliseconds, in which
+# something else may have had a core. They rest for a quarter of a second, then for a second.
+CHANCES, CHANCE_US = 3, 250_000.0
 ASKED_EVERY = 32  # resting calls between tests whether kernels are still to come
 MAX_SHAPES = 4096  # kept; an evicted shape counts as new if it comes again
 OnLoss = Callable[[Shape, Loss, bool, bool], None]  # shape, loss, whether calls are short, whether all sizes have lost
@@ -81,6 +84,8 @@ class GraphTrial:
         self._held_out = self._new_held_out()
         self._changes = Counter[int]()  # of the kernels that calls of each magnitude run
         self._resting: dict[int, int] = {}  # calls left, by magnitude
+        self._awaiting: set[int] = set()  # magnitudes that rest until there are more kernels, or no longer
+        self._losses = Counter[int]()  # of each magnitude, with all kernels there
         self._rests: dict[int, int] = {}  # how often each has rested
         self._warming = 0  # short steps that are not compared, after untimed ones
         self._is_marked = False  # plans of the open step are recorded
@@ -136,11 +141,12 @@ class GraphTrial:
         if not left:
             return False
         left -= 1
-        if left % ASKED_EVERY == 0 and not self._tuning.expects_more():
+        if size in self._awaiting and left % ASKED_EVERY == 0 and not self._tuning.expects_more():
             left = 0
         self._resting[size] = left
         if not left:
             del self._resting[size]
+            self._awaiting.discard(size)
             self._held_out.confirm_anew(size)
         return True
 
@@ -293,7 +299,10 @@ class GraphTrial:
             return
         loss = self.verdicts.find_loss(shape.elements, is_short, self._context.settings.capture.release_factor)
         if loss is not None and self._tuning.expects_more():
-            self._rest(loss)
+            self._awaiting |= loss.magnitudes
+            self._rest(loss, FIRST_REST, 1)
+        elif loss is not None and self._has_chance(loss):
+            self._rest(loss, max(FIRST_REST, round(CHANCE_US / us)), 2)
         elif loss is not None:
             self.verdicts.lose(loss)
             # A shape that came once or twice does not count: it will never have a pair of samples.
@@ -307,11 +316,16 @@ class GraphTrial:
         known = self._known.get(self.key)
         return known.gain if known is not None else 0.0
 
-    def _rest(self, loss: Loss) -> None:
-        """Run eager for a while: a graph that loses before its kernels are tuned may yet win with them."""
+    def _has_chance(self, loss: Loss) -> bool:
+        self._losses.update(loss.magnitudes)
+        return loss.reason == "no_gain" and max(self._losses[size] for size in loss.magnitudes) < CHANCES
+
+    def _rest(self, loss: Loss, calls: int, doublings: int) -> None:
+        """Run eager for so many calls, the next time for more: a graph that loses before its kernels are tuned, or in
+        one moment, may yet win."""
         self.verdicts.forget(loss.magnitudes)
         self.gain = 0.0  # later runs would read it as the gain of the kernels to come
         for size in loss.magnitudes:
             times = self._rests.get(size, 0)
             self._rests[size] = times + 1
-            self._resting[size] = min(FIRST_REST << times, LONGEST_REST)
+            self._resting[size] = min(calls << doublings * times, LONGEST_REST)

@@ -404,6 +404,21 @@ def test_calls_just_after_untimed_ones_are_not_compared(make: Callable[..., Benc
     assert compared == pytest.approx([500.0] * len(compared))
 
 
+@pytest.mark.parametrize("lasts", [100, 100_000])
+def test_a_moment_without_a_gain_does_not_end_a_short_graph(make: Callable[..., Bench], lasts: int) -> None:
+    """All pairs of one time lie within milliseconds; without a gain at three times it ends."""
+    bench: Bench
+    bench = make(lambda n: 1000.0, lambda n: 1002.0 if len(bench.captured_calls) < lasts else 700.0, **NEVER)
+    bench.root.capture()
+    bench.call([64] * 4000)
+    if lasts > 4000:
+        assert (bench.root.state, bench.root.reason) == ("eager", "no_gain")
+        assert len(bench.captured_calls) < 1000
+    else:
+        assert bench.root.state == "captured" and len(bench.captured_calls) > 2000
+        assert bench.root.trial.gain == pytest.approx(1000 / 706, rel=0.02)
+
+
 def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) -> None:
     bench = make(lambda n: n, lambda n: n / 2)
     context = bench.roots.context
