@@ -86,6 +86,7 @@ class GraphTrial:
         self._resting: dict[int, int] = {}  # calls left, by magnitude
         self._awaiting: set[int] = set()  # magnitudes that rest until there are more kernels, or no longer
         self._losses = Counter[int]()  # of each magnitude, with all kernels there
+        self._unsettled: tuple[Shape, Loss] | None = None  # the loss after which it rests, to be tried anew
         self._rests: dict[int, int] = {}  # how often each has rested
         self._warming = 0  # short steps that are not compared, after untimed ones
         self._is_marked = False  # plans of the open step are recorded
@@ -147,6 +148,7 @@ class GraphTrial:
         if not left:
             del self._resting[size]
             self._awaiting.discard(size)
+            self._unsettled = None
             self._held_out.confirm_anew(size)
         return True
 
@@ -302,12 +304,10 @@ class GraphTrial:
             self._awaiting |= loss.magnitudes
             self._rest(loss, FIRST_REST, 1)
         elif loss is not None and self._has_chance(loss):
-            self._rest(loss, max(FIRST_REST, round(CHANCE_US / us)), 2)
+            self._unsettled = shape, loss
+            self._rest(loss, max(FIRST_REST, round(CHANCE_US / max(us, 1.0))), 2)
         elif loss is not None:
-            self.verdicts.lose(loss)
-            # A shape that came once or twice does not count: it will never have a pair of samples.
-            seen = [known for known in tuple(self.shapes.values()) if len(known.sizes.near(known.elements)) >= PAIRED]
-            self._on_loss(shape, loss, is_short, all(self.verdicts.is_lost(known.elements) for known in seen))
+            self._lose(shape, loss, is_short)
         elif is_unsure(ratios):
             self._held_out.extend(magnitude(shape.elements))
 
@@ -315,6 +315,19 @@ class GraphTrial:
     def _known_gain(self) -> float:
         known = self._known.get(self.key)
         return known.gain if known is not None else 0.0
+
+    def _lose(self, shape: Shape, loss: Loss, is_short: bool) -> None:
+        self.verdicts.lose(loss)
+        # A shape that came once or twice does not count: it will never have a pair of samples.
+        seen = [known for known in tuple(self.shapes.values()) if len(known.sizes.near(known.elements)) >= PAIRED]
+        self._on_loss(shape, loss, is_short, all(self.verdicts.is_lost(known.elements) for known in seen))
+
+    def conclude(self) -> None:
+        """At the end of the run: the last loss holds where it could not be tried anew, or short scripts never learn."""
+        if self._unsettled is not None:
+            shape, loss = self._unsettled
+            self._unsettled = None
+            self._lose(shape, loss, True)
 
     def _has_chance(self, loss: Loss) -> bool:
         self._losses.update(loss.magnitudes)

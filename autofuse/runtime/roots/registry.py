@@ -110,6 +110,7 @@ class RootRegistry:
             root.close()
         for watched in self.watched().values():
             watched.trial.late.close()
+            watched.trial.conclude()
         if self.allocations is not None:
             self.allocations.give_up()
         self.observer.stop()

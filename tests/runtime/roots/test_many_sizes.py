@@ -419,6 +419,16 @@ def test_a_moment_without_a_gain_does_not_end_a_short_graph(make: Callable[..., 
         assert bench.root.trial.gain == pytest.approx(1000 / 706, rel=0.02)
 
 
+def test_a_run_that_ends_before_a_loss_is_tried_anew_has_learnt_it(make: Callable[..., Bench]) -> None:
+    bench = make(lambda n: 1000.0, lambda n: 1002.0, **NEVER)
+    bench.root.capture()
+    bench.call([64] * 200)
+    assert bench.root.state == "captured"
+    bench.roots.uninstall()
+    record = bench.root.record()
+    assert (record.state, record.reason) == ("eager", "no_gain") and record.judged_elements >= 64
+
+
 def test_no_steps_are_kept_for_a_store_that_is_lost(make: Callable[..., Bench]) -> None:
     bench = make(lambda n: n, lambda n: n / 2)
     context = bench.roots.context
