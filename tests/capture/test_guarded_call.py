@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from autofuse.capture import dynamo
 from autofuse.capture.guarded_call import has_subclasses
 from autofuse.observer.device_timer import EventTimer, LateTimes
+from autofuse.runtime.graphs.step_records import TIMED_FIRST
 from autofuse.runtime.roots.graph_trial import MAX_EXACT
+from autofuse.runtime.roots.steps import TimedStep
 from autofuse.runtime.roots.tracing import TracedCalls
 from autofuse.sessions import current_session, start_session
 from autofuse.settings.layers import load
@@ -116,7 +118,7 @@ def test_calls_that_are_not_timed_see_what_changes(session, change, has_gradient
         return torch.randn(size, dtype=model.weight.dtype)
 
     with torch.set_grad_enabled(has_gradients):
-        check(12, x(4, 8))
+        check(TIMED_FIRST + 12, x(4, 8))  # those first calls are no samples
         assert root.untimed.is_on and len(session.context.steps) < calls - 4
         CHANGES[change](model)
         check(3, x(4, 8))
@@ -148,7 +150,7 @@ def test_most_calls_on_a_gpu_record_no_event(session, monkeypatch):
         timer = EventTimer(gpu.calls())  # from now on it counts as being on a GPU
         root._device.found, root._device._timer = torch.device("cuda", 0), timer
         root.trial.on_gpu, root.trial._timer, root.trial.late = True, timer, LateTimes(timer)
-        assert check(6) >= 6, "calls of a shape that is not known yet are timed"
+        assert check(TIMED_FIRST) >= 6, "calls of a shape that is not known yet are timed"
         assert check(100) < 50
         assert any(check(1) == 0 and root.untimed.left for _ in range(60))
         recorded = []
@@ -316,14 +318,16 @@ def test_shapes_without_end_run_without_dynamo_once_a_graph_has_symbols(session,
         for rows in (4, 5, 6, 7):
             model(torch.randn(rows, 8))
         monkeypatch.setattr(TracedCalls, "trace", lambda *args: pytest.fail("Dynamo was asked"))
-        for rows in range(8, 80):
+        for rows in range(8, 80 + TIMED_FIRST):
             x = torch.randn(rows, 8)
             assert torch.equal(model(x), expected(model, x))
         model(torch.randn(9, 8))
     written = {fields[1] for fields in session.context.steps}
     assert any("-1" in text for text in written), "rare sizes are compared with others of about their size"
     assert len(written) <= MAX_EXACT + 1
-    assert all(fields[5] > 0.0 for fields in session.context.steps[-60:]), "a new shape is no disturbance"
+    captured = [step for fields in session.context.steps[-60:] if not (step := TimedStep(*fields)).held_out]
+    samples = [step for step in captured if step.step_us > 0.0]
+    assert len(samples) > 40 and len(captured) - len(samples) <= 3, "a new shape is no disturbance; a few are timed"
 
 
 def test_threads_call_one_root_with_sizes_without_end(session):
