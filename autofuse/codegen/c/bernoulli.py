@@ -132,11 +132,11 @@ def make_bernoulli(toolchain: Toolchain, folder: PrivateFolder | None = None) ->
             state = source.get_state()
             before = bytes_of(state)
             draw(state.data_ptr(), mask.data_ptr(), mask.numel(), math.ceil(p * 9007199254740992.0))
-            # From here to the end no other thread has the interpreter, so that none begins to draw.
-            is_shared = bytes_of(source.get_state()) != before
-            if not is_shared:
+            # From here on this thread has the interpreter: what is drawn in these 2 us has begun before.
+            if bytes_of(source.get_state()) == before:
                 source.set_state(state)
                 return
+            is_shared = True
         mask.bernoulli_(p, generator=source)
 
     def fill(mask: torch.Tensor, p: float, generator: torch.Generator | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -73,6 +74,38 @@ def test_an_idle_thread_beside_it_leaves_masks_to_us(fill: Bernoulli, monkeypatc
     is_over.set()
     beside.join()
     assert torch.equal(ours, atens) and torch.equal(torch.rand(3), expected)
+
+
+def test_once_a_thread_has_drawn_aten_fills_all_masks(fill: Bernoulli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another mask had been begun by then."""
+    real, calls, beside = torch.Generator(), [], []
+    by_aten: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "bernoulli_", lambda mask, *_, **__: by_aten.append(mask.numel()))
+
+    class Source:
+        def get_state(self) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == 1:
+                beside.append(
+                    threading.Thread(target=fill, args=(torch.empty(600, dtype=torch.bool), 0.5, self), daemon=True)
+                )
+                beside[0].start()
+                time.sleep(0.1)  # it waits for this mask
+            if len(calls) == 2:
+                torch.empty(1).random_(generator=real)
+            return real.get_state()
+
+        def set_state(self, state: torch.Tensor) -> None:
+            real.set_state(state)
+
+    is_over = threading.Event()
+    idle = threading.Thread(target=is_over.wait, daemon=True)
+    idle.start()
+    fill(torch.empty(500, dtype=torch.bool), 0.5, Source())  # type: ignore[arg-type]
+    beside[0].join(10)
+    fill(torch.empty(700, dtype=torch.bool), 0.5, real)
+    is_over.set()
+    assert 500 in by_aten and 700 in by_aten
 
 
 def test_dropout_draws_the_same(fill: Bernoulli) -> None:
