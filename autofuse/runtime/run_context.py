@@ -48,7 +48,8 @@ class RunContext:
         self.started = started  # by ``perf_counter``
         self.launched = launched  # when the process of the script began
         self.disturbances = 0  # captures, pauses and swaps so far; a step with one of them is not a sample
-        self.unlike_calls = 0  # timed calls of graphs that took longer than others do; such steps are no samples either
+        self.timed_calls = 0  # of graphs on a CPU, node by node; a short step with one of them is no sample
+        self.held_calls = 0  # those of which nodes ran eager's operations; a step with one of them is none
         self.steps_in_autocast = False  # an optimizer has stepped inside of an autocast region: see `kept_casts`
         self.paused_seconds = 0.0  # for tuning
         self.capture_seconds = 0.0  # seconds that are on no root's account

@@ -225,8 +225,9 @@ class Session:
     def note_call(self, call: GraphCall) -> None:
         self._step_records.add(call)
 
-    def note_unlike(self) -> None:
-        self.context.unlike_calls += 1
+    def note_timed(self, has_held: bool) -> None:
+        self.context.timed_calls += 1
+        self.context.held_calls += has_held
 
     def keeps_own(self, node: NodeState, fused: NodeCall, tag: str) -> bool:
         return self._own_kernels is not None and self._own_kernels.stay(node, fused, tag)

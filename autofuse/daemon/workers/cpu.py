@@ -180,7 +180,7 @@ def main(make_rig: Callable[[int], DeviceRunner], memory_bytes: int, parent: int
 
 def _cpu_rig(memory_bytes: int) -> DeviceRunner:
     limit_memory(memory_bytes)
-    advise_huge_pages()  # as the script has them: with small pages the speed of one kernel differs by process, up to 2x
+    advise_huge_pages()  # in small pages a kernel's speed depends on where the process happens to lie, by up to 2x
     return CpuRunner()
 
 

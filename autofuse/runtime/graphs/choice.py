@@ -58,8 +58,8 @@ class RouterHost(Protocol):
     def note_call(self, call: GraphCall) -> None:
         """A timed call has ended."""
 
-    def note_unlike(self) -> None:
-        """A timed call has ended that took notably longer than one that is not timed."""
+    def note_timed(self, has_held: bool) -> None:
+        """A timed call on a CPU has ended, which took longer than others; ``has_held``: nodes were held out in it."""
 
     def keeps_own(self, node: NodeState, fused: NodeCall, tag: str) -> bool:
         """Whether a library's operator in the node is faster in the script than the kernel, whose races were against

@@ -36,7 +36,6 @@ from autofuse.wrapper.node_call import Composed, NodeCall, is_out_of_bounds, mak
 
 # So many plans check the inputs of a node's first call; one graph gives sizes and strides for all plans.
 TRUSTED_AFTER = 4
-SHORT = 0.005  # seconds of a graph's call, of which timing all nodes is a notable part
 
 
 MakeReplay = Callable[[Program, str, Plan], Replay]
@@ -112,8 +111,8 @@ class GraphRouter:
         plan, times = recorder.plan, watch.times(len(self.program.slots))
         assert plan is not None
         seconds = self._clock() - start
-        if not self.on_gpu and (recorder.held or seconds < SHORT):
-            self.host.note_unlike()
+        if not self.on_gpu:
+            self.host.note_timed(bool(recorder.held))
         if not recorder.held:  # else it is no call as those that are not timed
             plan.add_sample(seconds, times)
             self.host.note_call(GraphCall.of(self, plan, watch, ended))

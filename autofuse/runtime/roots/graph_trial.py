@@ -85,9 +85,9 @@ class GraphTrial:
         self._changes = Counter[int]()  # of the kernels that calls of each magnitude run
         self._resting: dict[int, int] = {}  # calls left, by magnitude
         self._awaiting: set[int] = set()  # magnitudes that rest until there are more kernels, or no longer
-        self._losses = Counter[int]()  # of each magnitude, with all kernels there
+        self._chances = Counter[int]()  # that each magnitude has had, with all kernels there
         self._unsettled: tuple[Shape, Loss] | None = None  # the loss after which it rests, to be tried anew
-        self._rests: dict[int, int] = {}  # how often each has rested
+        self._rests = Counter[int]()  # of each magnitude, for kernels
         self._warming = 0  # short steps that are not compared, after untimed ones
         self._is_marked = False  # plans of the open step are recorded
         self._is_watched = False  # allocations of the call that was chosen last are recorded
@@ -169,7 +169,7 @@ class GraphTrial:
             shape, held = None, Held.NO
         context = self._context
         self.opened = OpenStep(
-            now, shape, held, number, context.disturbances, context.unlike_calls, stretch, is_watched
+            now, shape, held, number, context.disturbances, context.timed_calls, context.held_calls, stretch, is_watched
         )
         if shape is not None and held is not Held.NO:
             context.held_out_calls += 1
@@ -193,7 +193,8 @@ class GraphTrial:
         if any(len(sizes.recent) < PAIRED for sizes in tuple(self._sizes.values())):
             return 0
         signatures = len(self.shapes)
-        free = self._held_out.free(TIMED if signatures <= FEW else min(PAIRED * signatures, PAIR_WINDOW) + WARMING)
+        timed = TIMED if signatures <= FEW else min(PAIRED * signatures, PAIR_WINDOW) + WARMING
+        free = self._held_out.free(timed)
         return min(free, MOST_FREE) if free >= 2 else 0
 
     def skip(self, calls: int) -> None:
@@ -217,7 +218,7 @@ class GraphTrial:
             self.late.collect()
 
     def _end(self, opened: OpenStep, now: float) -> None:
-        began, shape, held, _, disturbances, unlike_calls, stretch, is_watched = opened
+        began, shape, held, _, disturbances, timed_calls, held_calls, stretch, is_watched = opened
         self.opened = None
         step_us = (now - began) * 1e6
         self.total_us += step_us
@@ -234,7 +235,9 @@ class GraphTrial:
         if ran is not None and held is Held.NO:
             self._note(shape, ran)
             shape.noted_at = -1 if is_disturbed else disturbances
-        is_left_out = is_disturbed or is_watched or held is Held.COLD or unlike_calls != context.unlike_calls
+        is_left_out = is_disturbed or is_watched or held is Held.COLD or held_calls != context.held_calls
+        if timed_calls != context.timed_calls:  # node by node, in Python
+            is_left_out = is_left_out or (step_us if self._call_us is None else self._call_us) < SHORT_CALL_US
         if self._warming and held is Held.NO:
             self._warming -= 1
             is_left_out = is_left_out or shape.is_short
@@ -302,10 +305,10 @@ class GraphTrial:
         loss = self.verdicts.find_loss(shape.elements, is_short, self._context.settings.capture.release_factor)
         if loss is not None and self._tuning.expects_more():
             self._awaiting |= loss.magnitudes
-            self._rest(loss, FIRST_REST, 1)
+            self._rest(loss, self._rests, FIRST_REST, 1)
         elif loss is not None and self._has_chance(loss):
             self._unsettled = shape, loss
-            self._rest(loss, max(FIRST_REST, round(CHANCE_US / max(us, 1.0))), 2)
+            self._rest(loss, self._chances, max(FIRST_REST, round(CHANCE_US / max(us, 1.0))), 2)
         elif loss is not None:
             self._lose(shape, loss, is_short)
         elif is_unsure(ratios):
@@ -330,15 +333,15 @@ class GraphTrial:
             self._lose(shape, loss, True)
 
     def _has_chance(self, loss: Loss) -> bool:
-        self._losses.update(loss.magnitudes)
-        return loss.reason == "no_gain" and max(self._losses[size] for size in loss.magnitudes) < CHANCES
+        return loss.reason == "no_gain" and max(self._chances[size] for size in loss.magnitudes) < CHANCES - 1
 
-    def _rest(self, loss: Loss, calls: int, doublings: int) -> None:
-        """Run eager for so many calls, the next time for more: a graph that loses before its kernels are tuned, or in
-        one moment, may yet win."""
+    def _rest(self, loss: Loss, before: Counter[int], calls: int, doublings: int) -> None:
+        """Run eager for so many calls, and for more where a magnitude has rested ``before``.
+
+        A graph that loses before its kernels are tuned, or in one moment, may yet win.
+        """
         self.verdicts.forget(loss.magnitudes)
         self.gain = 0.0  # later runs would read it as the gain of the kernels to come
         for size in loss.magnitudes:
-            times = self._rests.get(size, 0)
-            self._rests[size] = times + 1
-            self._resting[size] = min(calls << doublings * times, LONGEST_REST)
+            self._resting[size] = min(calls << doublings * before[size], LONGEST_REST)
+        before.update(loss.magnitudes)

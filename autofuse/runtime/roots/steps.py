@@ -78,7 +78,8 @@ class OpenStep(NamedTuple):
     held: Held
     number: int  # of the call
     disturbances: int
-    unlike_calls: int  # of graphs, before the step
+    timed_calls: int  # of graphs, before the step
+    held_calls: int
     stretch: Stretch | None  # of the root's stream, where the root runs on a GPU
     is_watched: bool = False  # its allocations are recorded, which takes time
 

@@ -142,7 +142,7 @@ class GpuKernel(Undecided):
     def note_call(self, call):
         pass
 
-    def note_unlike(self):
+    def note_timed(self, has_held):
         pass
 
 

@@ -53,7 +53,7 @@ class Undecided:
     def note_call(self, call):
         pass
 
-    def note_unlike(self):
+    def note_timed(self, has_held):
         pass
 
     def wrap(self, node, fused):

@@ -364,20 +364,38 @@ def test_calls_that_gain_beyond_doubt_are_held_out_less_until_they_lose(make: Ca
     assert len(bench.captured_calls) < 2400
 
 
-def test_calls_that_are_timed_node_by_node_are_not_compared(make: Callable[..., Bench]) -> None:
+@pytest.mark.parametrize(("scale", "has_held"), [(1, False), (1, True), (10, True)])
+def test_calls_that_are_timed_node_by_node_are_not_compared(
+    make: Callable[..., Bench], scale: int, has_held: bool
+) -> None:
     """The first calls of graphs all are, and of some nodes eager's operations are timed in them."""
     bench: Bench
 
     def captured(elements: int) -> float:
-        context = bench.roots.context
-        context.unlike_calls += len(bench.captured_calls) < 200
-        return 1500.0 if len(bench.captured_calls) < 200 else 500.0
+        if len(bench.captured_calls) >= 200:
+            return 500.0 * scale
+        bench.roots.context.timed_calls += 1
+        bench.roots.context.held_calls += has_held
+        return 1500.0 * scale
 
-    bench = make(lambda n: 1000.0, captured, **NEVER)
+    bench = make(lambda n: 1000.0 * scale, captured, **NEVER)
     bench.root.capture()
     bench.call([64] * 1000)
     assert bench.root.state == "captured", bench.root.detail
     assert bench.root.trial.gain == pytest.approx(2.0, rel=0.1)
+
+
+def test_long_steps_are_compared_though_their_graphs_are_timed(make: Callable[..., Bench]) -> None:
+    bench: Bench
+
+    def captured(elements: int) -> float:
+        bench.roots.context.timed_calls += 1
+        return 20_000.0
+
+    bench = make(lambda n: 10_000.0, captured, **NEVER)
+    bench.root.capture()
+    bench.call([64] * 100)
+    assert (bench.root.state, bench.root.reason) == ("eager", "slower_than_eager")
 
 
 def test_calls_just_after_untimed_ones_are_not_compared(make: Callable[..., Bench]) -> None:
