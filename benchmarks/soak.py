@@ -7,13 +7,14 @@
 
 In: the scripts of `soak_scripts`, run with `autofuse run` on a store of their own. Every five seconds the resident
 memory and the open files of the script, of the daemon with its workers, and of the process that keeps the store are
-read, and the bytes of the store's folder. Out: for each of them the slope an hour (least squares after the first
-third, in which shapes are met for the first time and tuned), with a 95 % interval from resampled blocks of a minute;
-of the last third, too; and how long steps of one fixed shape take in the last third over the middle one, each over a
-piece of plain torch right after it. A slope whose interval begins above 1 % of its mean an hour counts as growing. New
-shapes without end spread the resident memory of plain Python, too: malloc keeps what it cannot join. So the scripts
-also say what malloc has given out and how many blocks Python has, and ``--plain`` measures plain Python, in rows of
-their own. Writes benchmarks/results/soak.json.
+read, and the bytes of the store's folder. Out: for each of them the slope an hour (least squares), with a 95 % interval
+from resampled blocks of a minute, after the first third and in the last third; and how long steps of one fixed shape
+take in the last third over the middle one, each over a piece of plain torch right after it. The last third decides: a
+leak goes on in it, and what is met and tuned for the first time does not. A slope counts as growing where its interval
+begins above 1 % of its mean an hour, as flat where it ends below, and else as open: the run was too short or too
+uneven. New shapes without end spread the resident memory of plain Python, too: malloc keeps what it cannot join. So the
+scripts also say what malloc has given out and how many blocks Python has, and ``--plain`` measures plain Python, in
+rows of their own. Writes benchmarks/results/soak.json.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def slope(at: Sequence[float], values: Sequence[float]) -> float:
 def with_interval(
     series: Series, draw: random.Random, of: Callable[..., float] = slope, after: float = 1 / 3
 ) -> dict[str, Any]:
-    """The slope of the samples after this share of the time, its 95 % interval, their mean, and whether it grows."""
+    """The slope of the samples after this share of the time, its 95 % interval, their mean, and a `verdict`."""
     late = series.late(after)
     count = len(late.at)
     blocks = [range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
@@ -90,8 +91,17 @@ def with_interval(
         "an_hour": of(late.at, late.values) if count else 0.0,
         "low": low,
         "high": high,
-        "grows": low is not None and low > GROWS * mean,
+        "verdict": verdict(low, high, mean),
     }
+
+
+def verdict(low: float | None, high: float | None, mean: float) -> str:
+    """Of a slope an hour, from its interval: "grows", "flat" or "open"."""
+    if low is None or high is None:
+        return "open"
+    if low > GROWS * mean:
+        return "grows"
+    return "flat" if high < GROWS * mean or low == high == 0.0 else "open"
 
 
 # ---- one script -------------------------------------------------------------------------------------------------
@@ -226,8 +236,9 @@ def line(row: dict[str, Any]) -> str:
     for key, found in row["slopes"].items():
         unit, scale = ("MiB", 2**20) if key.endswith("_bytes") else ("", 1)
         mean = f"{found['mean'] / scale:.1f} {unit}".strip()
-        mark = f"  GROWS; in the last third {_slope(row['last_third'][key], scale)}" if found["grows"] else ""
-        words.append(f"  {key}: {mean}, {_slope(found, scale)} an hour{mark}")
+        late = row["last_third"][key]
+        decided = f"{_slope(late, scale)} in the last third: {late['verdict']}"
+        words.append(f"  {key}: {mean}, {_slope(found, scale)} an hour after the first third, {decided}")
     if row["steps_late_over_middle"] is not None:
         found = row["steps_late_over_middle"]
         words.append(
