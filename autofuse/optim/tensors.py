@@ -23,6 +23,7 @@ from autofuse.optim.form import StepForm
 Arguments = Mapping[str, Any]
 VENDOR_SWITCHES = ("foreach", "fused")
 CPU = torch.device("cpu")
+_KIND = operator.attrgetter("dtype", "layout", "device")
 NOT_MADE = "a state is not made yet"  # SGD makes its buffers during the first step
 
 
@@ -46,10 +47,14 @@ class StepTensors:
         self._form = form
         self._device = device
         self._dtype: torch.dtype = getattr(torch, form.dtype)
-        # Parameters, states and counters as they were checked; weak, so that a model which the script drops is freed.
-        self._kept: list[list[weakref.ref[Tensor]]] = []
+        # Parameters, states and counters as they were checked. By weak references, so that a model that a script drops
+        # is freed: then `_gone` has an item, and another object may have the identity.
+        self._identities: list[list[int]] = []
+        self._references: list[weakref.ref[Tensor]] = []
+        self._gone: list[weakref.ref[Tensor]] = []
         self._strides: list[tuple[int, ...]] = []
-        self._plain: tuple[Any, ...] = ()
+        self._sizes = list(form.sizes)
+        self._kind = (self._dtype, torch.strided, device)
         self.pointers: list[list[int]] = []  # addresses of parameters, each state, and counters if any
         self.generation = 0  # grows when pointers change
         self.grads: list[int] = []
@@ -58,8 +63,8 @@ class StepTensors:
     def take(self, arguments: Arguments) -> str | None:
         """Take the arguments of one step; why a kernel may not have them, None if it may.
 
-        Parameters and states that are the same objects as before, at the same addresses, are not checked again: over
-        100 tensors the script waits 40 us for this, checking all of them would take 300.
+        Parameters and states that are the same objects as before, at the same addresses, are not checked again. The
+        script waits for this at each step, 1 us for each parameter: hence `map`, of torch's own methods.
         """
         form = self._form
         grads = arguments[form.rule.grads]
@@ -71,11 +76,11 @@ class StepTensors:
             problem = self._look_at(kept)
             if problem is not None:
                 return problem
-        if [g.stride() for g in grads] != self._strides or [g.numel() for g in grads] != list(form.sizes):
-            return "a gradient is laid out unlike its parameter"
-        if {(type(g), g.dtype, g.layout, g.device, g.is_neg()) for g in grads} - {self._plain}:
+        if {*map(type, grads)} != {Tensor} or {*map(_KIND, grads)} != {self._kind} or any(map(Tensor.is_neg, grads)):
             return f"a gradient is no plain {form.dtype} tensor of {self._device}"
-        self.grads = [g.data_ptr() for g in grads]
+        if [*map(Tensor.stride, grads)] != self._strides or [*map(Tensor.numel, grads)] != self._sizes:
+            return "a gradient is laid out unlike its parameter"
+        self.grads = [*map(Tensor.data_ptr, grads)]
         self.scalars = [arguments[name] for name in form.rule.scalars]
         for name, value in zip(form.rule.scalars, self.scalars, strict=True):
             if not isinstance(value, int | float):
@@ -83,20 +88,16 @@ class StepTensors:
         return None
 
     def _is_known(self, kept: list[list[Tensor]]) -> bool:
-        if len(self._kept) != len(kept):
+        if self._gone or [[*map(id, listed)] for listed in kept] != self._identities:
             return False
-        for now, refs in zip(kept, self._kept, strict=True):
-            before = [ref() for ref in refs]
-            # A state of an optimizer that is gone is None, and so is one that a new optimizer has not made yet.
-            if not all(map(operator.is_, now, before)) or any(map(operator.is_, before, itertools.repeat(None))):
-                return False
-        same = [[t.data_ptr() for t in listed] for listed in kept] == self.pointers
-        return same and [p.numel() for p in kept[0]] == list(self._form.sizes)
+        if [[*map(Tensor.data_ptr, listed)] for listed in kept] != self.pointers:
+            return False
+        return [*map(Tensor.numel, kept[0])] == self._sizes
 
     def _look_at(self, kept: list[list[Tensor]]) -> str | None:
         """Check parameters, states and counters, and note their addresses."""
         form = self._form
-        self._kept = []
+        self._identities = []
         params = kept[0]
         for param, numel in zip(params, form.sizes, strict=True):
             problem = self._problem(param, numel)
@@ -117,10 +118,11 @@ class StepTensors:
         if _share_memory([t for listed in kept for t in listed]):
             return "tensors of the step share memory"
         self._strides = [p.stride() for p in params]
-        self._plain = (Tensor, self._dtype, torch.strided, self._device, False)
         self.pointers = [[t.data_ptr() for t in listed] for listed in kept]
         self.generation += 1
-        self._kept = [[weakref.ref(t) for t in listed] for listed in kept]
+        self._gone = []
+        self._references = [weakref.ref(t, self._gone.append) for listed in kept for t in listed]
+        self._identities = [[*map(id, listed)] for listed in kept]
         return None
 
     def _problem(self, param: Tensor, numel: int) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -382,3 +383,29 @@ def test_a_router_that_cannot_be_brought_is_said_once(calls: Calls) -> None:
     calls.hook.router, calls.catalogue = None, None  # type: ignore[assignment]
     trained("SGD", parameters(8), 3)
     assert calls.hook.router is None and len(calls.said) == 1 and "stay torch's own" in calls.said[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((1,), {}),
+        ((1, 2, 3, 4), {"c": 5}),
+        ((1, 2), {"b": 3, "c": 4}),
+        ((1, 2), {"c": 4, "d": 5}),
+        ((1,), {"c": 4, "d": 5}),
+        ((1, 2), {"c": 4}),
+        ((), {"c": 4, "b": 2, "a": 1}),
+        ((1, 2, 3), {"c": 4}),
+    ],
+)
+def test_arguments_are_named_as_a_signature_names_them(args, kwargs) -> None:
+    def function(a, b, e=7, *, c, f=8):
+        pass
+
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        expected: dict[str, Any] | None = dict(bound.arguments)
+    except TypeError:
+        expected = None
+    assert optim_hook._binder(function)(args, kwargs) == expected
