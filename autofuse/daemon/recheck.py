@@ -1,6 +1,7 @@
 """Decisions that this daemon races again while no script runs.
 
-Old ones, for machines and what runs on them change; and those that were undecided, mostly beside a script.
+Those that were undecided, mostly beside a script; old ones, for machines and what runs on them change; and those that
+were made for other sizes than come now.
 
 In: the store. Out: the next such decision, if it is time for one.
 Guarantee: one daemon spends RECHECK_SECONDS on this at most, takes each key once, and asks the store seldom.
@@ -18,6 +19,10 @@ from autofuse.tuner.proposed import RACED, UNDECIDED
 RECHECK_SECONDS = 300.0  # of work of one daemon, so that an old store with thousands of decisions does not keep it up
 LOOK_SECONDS = 600.0  # from a look that found none to the next
 DAY_SECONDS = 86_400.0
+# A bucket spans a factor of two a symbol. Kernels that are best at one end of it are seldom best at the other.
+DRIFT = 1.4  # of a call's sizes, in the mean
+DRIFT_CALLS = 1000  # since the decision: fewer cost less than the race
+STANDING = ("won", "slower_live", *RACED)  # reasons of decisions that another race may change
 
 
 class Rechecks:
@@ -48,7 +53,8 @@ class Rechecks:
         if not self._days or self._spent >= RECHECK_SECONDS or self._clock() < self._look_at:
             return None
         found = self._take(0.0, (UNDECIDED,), is_used=False)
-        found = found or self._take(self._days * DAY_SECONDS, ("won", "slower_live", *RACED), is_used=True)
+        found = found or self._take(self._days * DAY_SECONDS, STANDING, is_used=True)
+        found = found or self._take_drifted()
         if found is None:
             self._look_at = self._clock() + LOOK_SECONDS
         else:
@@ -64,6 +70,17 @@ class Rechecks:
             known=self._taken,
             kind=self._kind,
             is_used=is_used,
+        )
+
+    def _take_drifted(self) -> OldDecision | None:
+        return self._old.take_drifted(
+            *self._devices,
+            versions=self._versions,
+            factor=DRIFT,
+            calls=DRIFT_CALLS,
+            reasons=STANDING,
+            known=self._taken,
+            kind=self._kind,
         )
 
     def look_again(self) -> None:

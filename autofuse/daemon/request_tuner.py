@@ -82,14 +82,15 @@ class RequestTuner:
         return self._try_proposal(request, form) or self._search(request, form)
 
     def race_again(self, old: OldDecision) -> Outcome:
-        """Race an old decision's winner alone. Where it no longer wins, or eager had won, search as `tune` does.
+        """Race an old decision's winner alone. Where it no longer wins, or eager had won, search as `tune` does, and so
+        where calls have other sizes: another kernel may be best for those.
 
         Raises what `tune` raises.
         """
         request, before = old.request, old.decision
         form = self._begin(request)
         outcome = None
-        if before.reason == "won":
+        if before.reason == "won" and old.drift == 1.0:
             outcome = self._race_alone(request, form, LOOP, before.candidate)
             if outcome.decisions[0].reason != "won":
                 self._results.note_failures(request.key, outcome)
@@ -99,7 +100,9 @@ class RequestTuner:
             words = f"raced again while no script ran; before, {before.speedup:.2f}x was not sure"
         else:
             found = f"it gained {before.speedup:.2f}x" if before.reason == "won" else "eager stayed"
-            words = f"raced again after {old.age_seconds / DAY_SECONDS:.0f} days; before, {found}"
+            days = f"after {old.age_seconds / DAY_SECONDS:.0f} days"
+            why = days if old.drift == 1.0 else f"because calls have {old.drift:.2f} times the sizes"
+            words = f"raced again {why}; before, {found}"
         outcome.decisions[0] = _with_words(outcome.decisions[0], words)
         return outcome
 

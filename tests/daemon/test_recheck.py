@@ -14,7 +14,7 @@ from autofuse.daemon.loop import TuningLoop
 from autofuse.daemon.recheck import LOOK_SECONDS, RECHECK_SECONDS, Rechecks
 from autofuse.db.store import Store
 from autofuse.ir.device import cpu_device
-from autofuse.ir.records import EAGER, Candidate, Decision, NodeUse, RunStart, TuneRequest
+from autofuse.ir.records import EAGER, Candidate, Decision, NodeUse, ObservedShape, RunStart, TuneRequest
 from autofuse.tuner.benchmark_provider import NodeBenchmarks
 from autofuse.tuner.search import ConfigSearch
 from tests.tuner.loops import count_searches, quick_loop, slow_candidates
@@ -117,19 +117,41 @@ def test_what_was_undecided_is_raced_again_once_the_script_has_ended(loop: Tunin
     assert history(store, asked)[-1].reason == "undecided"
 
 
+def test_a_search_for_the_sizes_that_come_now(loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request(chain_form(9, 256), (1000,), calls=1)
+    store.queue.add([asked])
+    assert loop.drain(lambda done, total: None).left == 0
+    store.results.put_decision(
+        replace(history(store, asked)[-1], reason="won")
+    )  # on a busy machine it may be undecided
+    run = store.runs.start(RunStart("train.py", cpu_device(), asked.key.versions, "off", 1, {}))
+    shapes = (ObservedShape((520,), 2 * recheck.DRIFT_CALLS),)
+    use = NodeUse(asked.key.fusion_id, asked.node, "a", "b", asked.bucket, 9, 9, 1.0, 0.5, shapes, "")
+    store.nodes.put_uses(run, [use])
+    searches = count_searches(monkeypatch)
+    begin_rechecks(loop)
+    while loop._has_worked():
+        pass
+    again = history(store, asked)[-1]
+    assert searches and again.detail.startswith("raced again because calls have 0.52 times the sizes; before, ")
+    measured = store.results.measurements(asked.key.fusion_id)
+    assert {item.measurement.symbol_values for item in measured} >= {(520,)}
+
+
 def test_never_beyond_its_time_and_seldom_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now: list[float] = [0.0]
     asked: list[float] = []
     with Store.open(tmp_path / "store.sqlite3") as store:
-        monkeypatch.setattr(store.old_decisions, "take", lambda *_, **__: asked.append(now[0]))
+        for name in ("take", "take_drifted"):
+            monkeypatch.setattr(store.old_decisions, name, lambda *_, **__: asked.append(now[0]))
         rechecks = Rechecks(store, 30.0, ["cpu:"], ["v"], "", clock=lambda: now[0])
         for at in (0.0, 1.0, LOOK_SECONDS - 1.0, LOOK_SECONDS, LOOK_SECONDS + 1.0):
             now[0] = at
             assert rechecks.next() is None
-        assert asked == [0.0, 0.0, LOOK_SECONDS, LOOK_SECONDS], "for undecided decisions, then for old ones"
+        assert asked == [0.0] * 3 + [LOOK_SECONDS] * 3, "for undecided decisions, old ones, and other sizes"
         rechecks.look_again()
-        assert rechecks.next() is None and len(asked) == 6
+        assert rechecks.next() is None and len(asked) == 9
         rechecks.charge(RECHECK_SECONDS)
         now[0] = 9 * LOOK_SECONDS
-        assert rechecks.next() is None and len(asked) == 6
-        assert Rechecks(store, 0.0, ["cpu:"], ["v"], "").next() is None and len(asked) == 6
+        assert rechecks.next() is None and len(asked) == 9
+        assert Rechecks(store, 0.0, ["cpu:"], ["v"], "").next() is None and len(asked) == 9

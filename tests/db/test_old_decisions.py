@@ -10,7 +10,7 @@ from store_records import DEVICE, VERSIONS, bucket, decision, request, start, us
 from autofuse.db import models
 from autofuse.db.old_decisions import OldDecision
 from autofuse.db.store import Store
-from autofuse.ir.records import Candidate
+from autofuse.ir.records import Candidate, ObservedShape
 
 DAY = 86_400.0
 WON, LOST = ("won",), ("won", "no_gain")
@@ -87,3 +87,46 @@ def test_of_other_devices_and_versions_none(both: Store) -> None:
     assert both.old_decisions.take("cuda:", versions=[VERSIONS], age_seconds=DAY, reasons=WON) is None
     assert both.old_decisions.take(DEVICE.key, versions=["torch 9"], age_seconds=DAY, reasons=WON) is None
     assert both.old_decisions.take("cpu:", versions=[VERSIONS], age_seconds=DAY, reasons=WON) is not None
+
+
+def used_with(store: Store, *shapes: tuple[int, int], name: str = "a") -> int:
+    """A run of now, with calls of these sizes."""
+    run = store.runs.start(start())
+    calls = sum(count for _, count in shapes)
+    seen = tuple(ObservedShape((size,), count) for size, count in shapes)
+    store.nodes.put_uses(run, [replace(use(name * 64, calls), shapes=seen)])
+    return run
+
+
+def drifted(store: Store, factor: float = 1.4, calls: int = 1000) -> OldDecision | None:
+    return store.old_decisions.take_drifted(
+        DEVICE.key, versions=[VERSIONS], factor=factor, calls=calls, reasons=WON, known=()
+    )
+
+
+def test_other_sizes_than_a_decision_was_made_for(both: Store) -> None:
+    used_with(both, (66, 5000))
+    decided(both, "a", 0)  # for calls of 128
+    assert drifted(both) is None, "that run came before"
+    used_with(both, (128, 600), (100, 600))
+    assert drifted(both) is None, "the mean is 113"
+    used_with(both, (70, 9000))
+    assert drifted(both, calls=20_000) is None
+    found = drifted(both)
+    assert found is not None and 0.55 < found.drift < 0.59
+    assert set(found.request.shapes) == {
+        ObservedShape((128,), 600),
+        ObservedShape((100,), 600),
+        ObservedShape((70,), 9000),
+    }
+    assert drifted(both) is None, "it is in work"
+    both.queue.finish(found.request.key, "done")
+    assert drifted(both) is None, "its request knows these sizes now"
+    used_with(both, (127, 99_000))
+    assert (again := drifted(both)) is not None and again.drift > 1.4
+
+
+def test_a_request_that_a_run_has_not_counted_is_no_drift(both: Store) -> None:
+    decided(both, "a", 0)
+    both.nodes.put_uses(both.runs.start(start()), [replace(use("a" * 64, 5000), shapes=())])
+    assert drifted(both) is None
