@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from sqlalchemy import Connection, delete, exists, func, insert, select, update
 from autofuse.db import models
 from autofuse.db.base import Database, now, shapes_json, shapes_of
 from autofuse.db.results import decision_of, decision_rows
-from autofuse.db.tune_queue import is_one_of, taken
+from autofuse.db.tune_queue import is_one_of, merged_shapes, taken
 from autofuse.ir.records import Decision, ObservedShape, TuneRequest
 
 _LOOKED_AT = 256  # old decisions with the largest expected savings
@@ -93,8 +92,9 @@ class OldDecisions:
             rows = connection.execute(_standing(is_used=True).where(ours).limit(_LOOKED_AT)).all()
             found = [(row, *_sizes_of(connection, row)) for row in rows if row.key not in known]
         for row, before, since in found:
-            drift = _mean_elements(_merged(since.values())) / _mean_elements(before)
-            enough = before and sum(shape.calls for shapes in since.values() for shape in shapes) >= calls
+            now_seen = [shape for shapes in since.values() for shape in shapes]
+            drift = _mean_elements(now_seen) / _mean_elements(before)
+            enough = before and sum(shape.calls for shape in now_seen) >= calls
             if not enough or 1 / factor < drift < factor:
                 continue
             with self._file.write() as connection:
@@ -124,10 +124,9 @@ class OldDecisions:
 # ---- sizes ---------------------------------------------------------------------------------------------------
 
 
-def _sizes_of(connection: Connection, row: Any) -> tuple[list[ObservedShape], dict[int, list[ObservedShape]]]:
+def _sizes_of(connection: Connection, row: Any) -> tuple[tuple[ObservedShape, ...], dict[int, list[ObservedShape]]]:
     """The shapes that a decision was made for, and those of each run that has used its bucket since."""
-    asked, request, use, run = models.RequestRun, models.Request, models.NodeUseRow, models.Run
-    before = connection.execute(select(asked.shapes).where(asked.key == row.key)).scalars()
+    request, use, run = models.Request, models.NodeUseRow, models.Run
     query = (
         select(use.run_id, use.shapes)
         .join(request, request.bucket_id == use.bucket_id)
@@ -135,15 +134,7 @@ def _sizes_of(connection: Connection, row: Any) -> tuple[list[ObservedShape], di
         .where(request.key == row.key, run.started_at > row.at)
     )
     since = {found.run_id: list(shapes_of(found.shapes)) for found in connection.execute(query)}
-    return _merged(map(shapes_of, before)), {run_id: shapes for run_id, shapes in since.items() if shapes}
-
-
-def _merged(parts: Iterable[Iterable[ObservedShape]]) -> list[ObservedShape]:
-    counts: Counter[tuple[int, ...]] = Counter()
-    for shapes in parts:
-        for shape in shapes:
-            counts[shape.symbol_values] += shape.calls
-    return [ObservedShape(values, calls) for values, calls in counts.items()]
+    return merged_shapes(connection, row.key), {run_id: shapes for run_id, shapes in since.items() if shapes}
 
 
 def _mean_elements(shapes: Iterable[ObservedShape]) -> float:

@@ -351,7 +351,7 @@ def _merge(connection: Connection, requests: Mapping[str, TuneRequest]) -> dict[
     return {row[0]: int(row[1]) for row in connection.execute(query)}  # PostgreSQL's sums are decimals
 
 
-def _merged_shapes(connection: Connection, digest: str) -> tuple[ObservedShape, ...]:
+def merged_shapes(connection: Connection, digest: str) -> tuple[ObservedShape, ...]:
     """The shapes of all runs, most frequent first."""
     counts: Counter[tuple[int, ...]] = Counter()
     for shapes in connection.execute(select(models.RequestRun.shapes).where(models.RequestRun.key == digest)).scalars():
@@ -396,7 +396,7 @@ def _request_of(connection: Connection, row: Any) -> TuneRequest:
         key=key_of(row),
         node=row.form,
         bucket=stored_bucket(row.ranges),
-        shapes=_merged_shapes(connection, row.key),
+        shapes=merged_shapes(connection, row.key),
         calls=row.calls,
         unfused_us=row.unfused_us,
         estimated_speedup=row.estimated_speedup,
