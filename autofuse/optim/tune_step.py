@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from autofuse.codegen.c.knobs import cpu_vector_bits
 from autofuse.codegen.knobs import CONTRACT, Knob, contracts, printed
@@ -65,6 +65,14 @@ class _Entrant:
         return StepCandidate.of(self.candidate, self.kernel).to_json()
 
 
+class _Raced(NamedTuple):
+    """How an entrant compares with what the script asked for, in one race."""
+
+    comparison: Comparison
+    entrant: _Entrant
+    is_dropped: bool  # it left the race early, as slower than the leader: its few rounds say little against eager
+
+
 class StepTuning:
     """Tunes one step."""
 
@@ -107,19 +115,19 @@ class StepTuning:
         if not entrants:
             found = next((m for m in self._outcome.measurements), None)
             return self._stay_eager("no_candidates", found.message if found else "")
-        raced = zip(self._race(entrants), entrants, strict=True)
-        return self._choose(sorted(raced, key=lambda item: -item[0].speedup))
+        return self._choose(sorted(self._race(entrants), key=lambda one: (one.is_dropped, -one.comparison.speedup)))
 
-    def _choose(self, raced: Sequence[tuple[Comparison, _Entrant]]) -> Outcome:
+    def _choose(self, raced: Sequence[_Raced]) -> Outcome:
         """Decide on entrants, fastest first. Those whose bits differ cannot win; the decision says what they gain."""
-        able = [item for item in raced if not item[1].difference]
-        lost, refused = next((item for item in raced if item[1].difference), (None, None))
-        if lost is None or refused is None or (able and able[0][0].speedup >= lost.speedup):
-            return self._settle(*able[0], len(raced))
-        given_up = given_up_in_words(refused.candidate, lost, refused.difference)
+        able = [one for one in raced if not one.entrant.difference]
+        refused = next((one for one in raced if one.entrant.difference), None)
+        if refused is None or (able and raced.index(able[0]) < raced.index(refused)):
+            return self._settle(able[0], len(raced))
+        lost = refused.comparison
+        given_up = given_up_in_words(refused.entrant.candidate, lost, refused.entrant.difference)
         is_gain = lost.speedup >= 1.0 + self._limits.margin
         if able:
-            outcome = self._settle(*able[0], len(raced), given_up)
+            outcome = self._settle(able[0], len(raced), given_up)
             if outcome.decisions[-1].reason == "won" or not is_gain:
                 return outcome
             outcome.decisions.clear()
@@ -127,9 +135,10 @@ class StepTuning:
             return self._stay_eager("not_bit_equal", given_up, lost)
         return self._stay_eager(why_eager(lost, self._limits.margin), given_up, lost)
 
-    def _settle(self, first: Comparison, best: _Entrant, count: int, given_up: str = "") -> Outcome:
+    def _settle(self, first: _Raced, count: int, given_up: str = "") -> Outcome:
         """Decide on the best of ``count`` entrants, which was compared with eager once."""
-        ruling = decide([first], self._limits.margin, lambda: self._race([best]))
+        best = first.entrant
+        ruling = decide([first.comparison], self._limits.margin, lambda: [self._race([best])[0].comparison])
         assert ruling is not None, "a race of steps has a result or raises"
         (seen,) = ruling.comparisons
         busy = "" if self._threads in (0, self._request.key.threads) else ", on one thread, for the machine was busy"
@@ -226,7 +235,7 @@ class StepTuning:
             return None
         return replace(entrant, difference=difference)
 
-    def _race(self, entrants: Sequence[_Entrant]) -> list[Comparison]:
+    def _race(self, entrants: Sequence[_Entrant]) -> list[_Raced]:
         rounds = max(15, self._limits.rounds)
         rules = RaceRules(rounds, 4 * rounds, self._limits.job_seconds, self._limits.margin, 15)
         candidates = [entrant.to_json() for entrant in entrants]
@@ -244,7 +253,8 @@ class StepTuning:
                 entrant.candidate, status, (), *times, compile_key=entrant.digest, message=entrant.difference
             )
             self._outcome.measurements.append(row)
-        return comparisons
+        dropped = reply["dropped"][1:]
+        return [_Raced(*one) for one in zip(comparisons, entrants, dropped, strict=True)]
 
     def _stay_eager(self, reason: str, detail: str, comparison: Comparison | None = None) -> Outcome:
         return self._decide(comparison, Candidate(EAGER), reason, detail)

@@ -17,7 +17,7 @@ from autofuse.ir.device import cpu_device
 from autofuse.ir.records import EAGER, Candidate, Decision, NodeUse, ObservedShape, RunStart, TuneRequest
 from autofuse.tuner.benchmark_provider import NodeBenchmarks
 from autofuse.tuner.search import ConfigSearch
-from tests.tuner.loops import count_searches, quick_loop, slow_candidates
+from tests.tuner.loops import count_searches, fast_candidates, quick_loop, slow_candidates
 from tests.tuner.nodes import chain_form, request
 
 
@@ -59,6 +59,7 @@ def history(store: Store, asked: TuneRequest) -> list[Decision]:
 def test_a_winner_that_wins_again_is_kept_without_a_search(
     loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fast_candidates(monkeypatch)
     asked = request(chain_form(8, 256), (700,), calls=1)
     before = tuned_long_ago(loop, store, asked)
     assert before.reason == "won"
@@ -74,8 +75,10 @@ def test_a_winner_that_wins_again_is_kept_without_a_search(
 def test_a_winner_that_no_longer_wins_gives_way(
     loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fast_candidates(monkeypatch)
     asked = request(chain_form(7, 256), (700,), calls=1)
     assert tuned_long_ago(loop, store, asked).reason == "won"
+    monkeypatch.undo()
     slow_candidates(monkeypatch)
     searches = count_searches(monkeypatch)
     begin_rechecks(loop)

@@ -46,3 +46,11 @@ def test_one_that_loses_here_leaves_torchs_step() -> None:
 def test_one_that_this_host_does_not_know_is_not_tried(candidate: Candidate) -> None:
     decision, outcome = tuned(candidate)
     assert decision.candidate == Candidate(EAGER) and not has_run(outcome) and outcome.measurements == []
+
+
+def test_what_a_race_dropped_is_not_preferred_for_its_few_rounds() -> None:
+    """Of three rounds one may have disturbed torch's step by a factor of ten; the leader was ahead in each."""
+    worker, backend = Given(set(), {**TIMES, "fused": 4e-7}, frozenset({"fused"})), CBackend(find_toolchain())
+    job = StepTuning(request(FORM, "cpu:test"), FORM, backend, worker, LIMITS)  # type: ignore[arg-type]
+    (decision,) = job.run().decisions
+    assert decision.candidate.variant == C_MULTI and decision.reason == "won"

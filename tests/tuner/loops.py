@@ -40,11 +40,22 @@ def count_searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def slow_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on everything but eager loses its races by far."""
+    _slow(monkeypatch, eager=1.0, candidates=99.0)
+
+
+def fast_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on eager loses its races by far, however busy the machine."""
+    _slow(monkeypatch, eager=99.0, candidates=1.0)
+
+
+def _slow(monkeypatch: pytest.MonkeyPatch, eager: float, candidates: float) -> None:
+    """Times of races are so many times those that were measured."""
     race = NodeBenchmarks.race
 
     def slowed(self: NodeBenchmarks, *arguments: object) -> object:
         result = race(self, *arguments)  # type: ignore[arg-type]
-        samples = [result.samples[0], *([99.0 * s for s in own] for own in result.samples[1:])]
+        first, *others = result.samples
+        samples = [[eager * s for s in first], *([candidates * s for s in own] for own in others)]
         return replace(result, samples=samples)
 
     monkeypatch.setattr(NodeBenchmarks, "race", slowed)
