@@ -1,7 +1,7 @@
 """Decisions that this daemon races again while no script runs.
 
-Those that were undecided, mostly beside a script; old ones, for machines and what runs on them change; and those that
-were made for other sizes than come now.
+Those that were undecided, mostly beside a script; those that were raced on one thread beside a script that uses more;
+old ones, for machines and what runs on them change; and those that were made for other sizes than come now.
 
 In: the store. Out: the next such decision, if it is time for one.
 Guarantee: one daemon spends RECHECK_SECONDS on this at most, takes each key once, and asks the store seldom.
@@ -53,6 +53,7 @@ class Rechecks:
         if not self._days or self._spent >= RECHECK_SECONDS or self._clock() < self._look_at:
             return None
         found = self._take(0.0, (UNDECIDED,), is_used=False)
+        found = found or self._take(0.0, STANDING, is_used=False, is_beside_others=True)
         found = found or self._take(self._days * DAY_SECONDS, STANDING, is_used=True)
         found = found or self._take_drifted()
         if found is None:
@@ -61,7 +62,9 @@ class Rechecks:
             self._taken.add(found.request.key.digest)
         return found
 
-    def _take(self, age_seconds: float, reasons: Sequence[str], is_used: bool) -> OldDecision | None:
+    def _take(
+        self, age_seconds: float, reasons: Sequence[str], is_used: bool, is_beside_others: bool = False
+    ) -> OldDecision | None:
         return self._old.take(
             *self._devices,
             versions=self._versions,
@@ -70,6 +73,7 @@ class Rechecks:
             known=self._taken,
             kind=self._kind,
             is_used=is_used,
+            is_beside_others=is_beside_others,
         )
 
     def _take_drifted(self) -> OldDecision | None:

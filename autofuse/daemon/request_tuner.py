@@ -100,9 +100,7 @@ class RequestTuner:
             words = f"raced again while no script ran; before, {before.speedup:.2f}x was not sure"
         else:
             found = f"it gained {before.speedup:.2f}x" if before.reason == "won" else "eager stayed"
-            days = f"after {old.age_seconds / DAY_SECONDS:.0f} days"
-            why = days if old.drift == 1.0 else f"because calls have {old.drift:.2f} times the sizes"
-            words = f"raced again {why}; before, {found}"
+            words = f"raced again {_why_again(old)}; before, {found}"
         outcome.decisions[0] = _with_words(outcome.decisions[0], words)
         return outcome
 
@@ -259,6 +257,15 @@ def is_genuine(request: TuneRequest) -> bool:
     named = request.key.fusion_id
     digest = form.fusion_id if isinstance(form, StepForm) else hashlib.sha256(form.text().encode()).hexdigest()
     return len(named) >= ID_DIGITS and digest.startswith(named) and request.bucket.label == request.key.bucket
+
+
+def _why_again(old: OldDecision) -> str:
+    """Why a sure decision is raced again, in words."""
+    if old.drift != 1.0:
+        return f"because calls have {old.drift:.2f} times the sizes"
+    if old.decision.raced_threads:
+        return f"on {old.request.key.threads} threads, while no script ran"
+    return f"after {old.age_seconds / DAY_SECONDS:.0f} days"
 
 
 def _with_words(decision: Decision, words: str) -> Decision:

@@ -35,6 +35,7 @@ REVISIONS = (
     "0005",
     "0006",
     "0007",
+    "0008",
 )  # schemas this version reads or upgrades, oldest first, as Alembic lists them
 HEAD = REVISIONS[-1]
 SMALLEST_PAGE_BYTES = 512  # of a database of SQLite

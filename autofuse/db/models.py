@@ -336,6 +336,7 @@ class DecisionRow(Base):
     detail: Mapped[str]
     trials: Mapped[int]
     tuning_seconds: Mapped[float]
+    raced_threads: Mapped[int] = mapped_column(server_default=text("0"))
     at: Mapped[float]
 
 

@@ -220,6 +220,7 @@ class Decision:
     detail: str = ""  # a sentence for people
     trials: int = 0
     tuning_seconds: float = 0.0
+    raced_threads: int = 0  # in the race that decided, where others used the cores; 0: those of the key
 
     @classmethod
     def of(

@@ -99,7 +99,6 @@ class StepTuning:
         self._rest = rest
         self._compilers = compilers
         self._proposed = proposed
-        self._threads = 0  # of the last race; 0: not known
         self._outcome = Outcome()
         self._began = time.monotonic()
 
@@ -141,16 +140,15 @@ class StepTuning:
         ruling = decide([first.comparison], self._limits.margin, lambda: [self._race([best])[0].comparison])
         assert ruling is not None, "a race of steps has a result or raises"
         (seen,) = ruling.comparisons
-        busy = "" if self._threads in (0, self._request.key.threads) else ", on one thread, for the machine was busy"
         if not ruling.is_won:
             words = f"the best is {best.candidate.variant} with {seen.speedup:.2f}x ({seen.low:.2f} to {seen.high:.2f})"
-            return self._stay_eager(why_eager(seen, self._limits.margin), words + busy, seen)
+            return self._stay_eager(why_eager(seen, self._limits.margin), words + self._outcome.busy, seen)
         words = f"the fastest of {count}, {seen.rounds} paired rounds"
         if self._tried != self._form:
             words += f", on {sum(self._tried.sizes)} of {sum(self._form.sizes)} elements"
         if best.kernel is not None:
             self._outcome.kernels.append(self._read(best.kernel, best.candidate.config))
-        words += busy + (f"; {given_up}" if given_up else "")
+        words += self._outcome.busy + (f"; {given_up}" if given_up else "")
         return self._decide(seen, best.candidate, "won", words, best.digest)
 
     def _candidates(self) -> list[_Entrant]:
@@ -240,7 +238,8 @@ class StepTuning:
         rules = RaceRules(rounds, 4 * rounds, self._limits.job_seconds, self._limits.margin, 15)
         candidates = [entrant.to_json() for entrant in entrants]
         reply = self._ask("race_steps", self._tried, candidates=candidates, rules=asdict(rules))
-        samples, device, self._threads = reply["samples"], reply["device"], reply["threads"]
+        samples, device = reply["samples"], reply["device"]
+        self._outcome.note_threads(reply["threads"], self._request)
         comparisons = [compare(samples[0], own) for own in samples[1:]]
         for n, own in enumerate(device[1:]):
             on_device = compare(device[0], own)
@@ -274,7 +273,8 @@ class StepTuning:
             trials=trials,
             tuning_seconds=took,
         )
-        self._outcome.decisions.append(decision)
+        raced_threads = self._outcome.raced_threads if comparison else 0
+        self._outcome.decisions.append(replace(decision, raced_threads=raced_threads))
         return self._outcome
 
 

@@ -164,8 +164,6 @@ def switch(verdicts: Verdicts, entrant: Entrant, request: TuneRequest, values: t
     """The decision that an entrant has won what ``request`` asks for; ``values``: the sizes of its race."""
     assert entrant.comparison is not None
     where = f" at {list(values)}" if values else ""
-    if entrant.threads not in (0, request.key.threads):
-        where += " on one thread, for the machine was busy"
     return verdicts.switch(entrant.comparison, request, entrant.built.candidate, entrant.built.digest, where)
 
 

@@ -191,6 +191,7 @@ class Contest:
                 entrant.comparison = None
                 self._fail(entrant.built, problem, values)
             return None
+        self.outcome.note_threads(result.threads, self.request)
         for index, entrant in enumerate(entrants, 1):
             entrant.comparison = compare(result.samples[0], result.samples[index])
             entrant.dropped = result.dropped[index]

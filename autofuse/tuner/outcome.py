@@ -7,7 +7,7 @@ Guarantee: a candidate that did not run leaves a measurement with its status and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autofuse.ir.records import (
     DETAIL_CHARACTERS,
@@ -46,6 +46,16 @@ class Outcome:
     measurements: list[Measurement] = field(default_factory=list)
     kernels: list[KernelRecord] = field(default_factory=list)
     unsure: KernelRecord | None = None  # right, and undecided against eager: strategies may be raced with it inside
+    raced_threads: int = 0  # in the last race, where others used the cores; 0: those of the request
+
+    def note_threads(self, threads: int, request: TuneRequest) -> None:
+        """Note the threads of a race; 0: not known."""
+        self.raced_threads = 0 if threads == request.key.threads else threads
+
+    @property
+    def busy(self) -> str:
+        """How others at work changed the last race, in words; "" where they did not."""
+        return " on one thread, for the machine was busy" if self.raced_threads else ""
 
     def fail(
         self,
@@ -94,7 +104,7 @@ class Verdicts:
         self, comparison: Comparison, request: TuneRequest, candidate: Candidate, digest: str, where: str
     ) -> Decision:
         """The decision that a candidate wins what ``request`` asks for."""
-        detail = f"the fastest of {self.tried}, {comparison.rounds} paired rounds{where}"
+        detail = f"the fastest of {self.tried}, {comparison.rounds} paired rounds{where}{self._outcome.busy}"
         return self._decision(comparison, request, candidate, "won", detail, digest)
 
     def why_nothing_ran(self) -> tuple[str, str]:
@@ -115,7 +125,7 @@ class Verdicts:
         digest: str | None = None,
     ) -> Decision:
         used = self._clock.used
-        return Decision.of(
+        decision = Decision.of(
             comparison,
             request,
             candidate,
@@ -125,6 +135,7 @@ class Verdicts:
             trials=self.tried,
             tuning_seconds=used,
         )
+        return replace(decision, raced_threads=self._outcome.raced_threads if comparison else 0)
 
 
 def given_up_in_words(candidate: Candidate, comparison: Comparison, difference: str) -> str:

@@ -120,6 +120,25 @@ def test_what_was_undecided_is_raced_again_once_the_script_has_ended(loop: Tunin
     assert history(store, asked)[-1].reason == "undecided"
 
 
+def test_what_was_raced_on_one_thread_is_raced_on_all_once_no_script_runs(
+    loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast_candidates(monkeypatch)
+    asked = request(chain_form(10, 256), (700,), calls=1, threads=2)
+    store.queue.add([asked])
+    assert loop.drain(lambda done, total: None).left == 0
+    before = replace(history(store, asked)[-1], raced_threads=1)
+    assert before.reason == "won"
+    store.results.put_decision(before)
+    begin_rechecks(loop)
+    while loop._has_worked():
+        pass
+    *_, last, again = history(store, asked)
+    assert last == before and again.candidate == before.candidate and again.trials == 1, "once by one daemon"
+    words = f"raced again on 2 threads, while no script ran; before, it gained {before.speedup:.2f}x; "
+    assert again.detail.startswith(words)
+
+
 def test_a_search_for_the_sizes_that_come_now(loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request(chain_form(9, 256), (1000,), calls=1)
     store.queue.add([asked])
@@ -151,10 +170,10 @@ def test_never_beyond_its_time_and_seldom_asked(monkeypatch: pytest.MonkeyPatch,
         for at in (0.0, 1.0, LOOK_SECONDS - 1.0, LOOK_SECONDS, LOOK_SECONDS + 1.0):
             now[0] = at
             assert rechecks.next() is None
-        assert asked == [0.0] * 3 + [LOOK_SECONDS] * 3, "for undecided decisions, old ones, and other sizes"
+        assert asked == [0.0] * 4 + [LOOK_SECONDS] * 4, "undecided, on fewer threads, old, for other sizes"
         rechecks.look_again()
-        assert rechecks.next() is None and len(asked) == 9
+        assert rechecks.next() is None and len(asked) == 12
         rechecks.charge(RECHECK_SECONDS)
         now[0] = 9 * LOOK_SECONDS
-        assert rechecks.next() is None and len(asked) == 9
-        assert Rechecks(store, 0.0, ["cpu:"], ["v"], "").next() is None and len(asked) == 9
+        assert rechecks.next() is None and len(asked) == 12
+        assert Rechecks(store, 0.0, ["cpu:"], ["v"], "").next() is None and len(asked) == 12

@@ -71,6 +71,23 @@ def test_what_no_run_has_used_since_stays_as_it_is(both: Store) -> None:
     assert take(both, days=-1.0) is not None
 
 
+def test_those_that_were_raced_beside_others_of_any_age_and_unused(both: Store) -> None:
+    decided(both, "a", 0)
+    decided(both, "b", 0)
+    both.results.put_decision(replace(decision("b" * 64), raced_threads=1))
+
+    def beside_others() -> OldDecision | None:
+        return both.old_decisions.take(
+            DEVICE.key, versions=[VERSIONS], age_seconds=-DAY, reasons=WON, is_used=False, is_beside_others=True
+        )
+
+    found = beside_others()
+    assert found is not None and found.decision == replace(decision("b" * 64), raced_threads=1)
+    both.queue.finish(found.request.key, "done")
+    both.results.put_decision(decision("b" * 64))
+    assert beside_others() is None, "it has been raced on all threads since"
+
+
 def test_only_what_stands_and_was_raced(both: Store) -> None:
     decided(both, "a", 40, reason="no_gain")
     decided(both, "b", 40)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autofuse.codegen.c.build import find_toolchain
@@ -46,6 +48,15 @@ def test_one_that_loses_here_leaves_torchs_step() -> None:
 def test_one_that_this_host_does_not_know_is_not_tried(candidate: Candidate) -> None:
     decision, outcome = tuned(candidate)
     assert decision.candidate == Candidate(EAGER) and not has_run(outcome) and outcome.measurements == []
+
+
+def test_a_decision_says_that_others_used_the_cores() -> None:
+    """The worker says how many threads a race had: one, in place of the request's two."""
+    asked = request(FORM, "cpu:test")
+    worker, asked = Given(set(), TIMES, threads=1), replace(asked, key=replace(asked.key, threads=2))
+    job = StepTuning(asked, FORM, CBackend(find_toolchain()), worker, LIMITS)  # type: ignore[arg-type]
+    (decision,) = job.run().decisions
+    assert decision.raced_threads == 1 and "on one thread, for the machine was busy" in decision.detail
 
 
 def test_what_a_race_dropped_is_not_preferred_for_its_few_rounds() -> None:

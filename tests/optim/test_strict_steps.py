@@ -51,10 +51,17 @@ class Given:
 
     pid = 1
 
-    def __init__(self, differing: set[str], seconds: dict[str, float], dropped: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        differing: set[str],
+        seconds: dict[str, float],
+        dropped: frozenset[str] = frozenset(),
+        threads: int = 0,
+    ) -> None:
         """``seconds`` of the variants that were ``dropped`` were measured in few rounds, which say little."""
         self.differing = differing
         self.dropped = dropped
+        self.threads = threads
         self.seconds = seconds
         self.asked: list[str] = []
 
@@ -70,7 +77,7 @@ class Given:
             raced = [candidate["variant"] for candidate in arguments["candidates"]]
             samples = [[self.seconds[variant]] * (3 if variant in self.dropped else 40) for variant in raced]
             dropped = [False, *(variant in self.dropped for variant in raced)]
-            return {"samples": [[9e-6] * 40, *samples], "dropped": dropped, "device": [], "threads": 0}
+            return {"samples": [[9e-6] * 40, *samples], "dropped": dropped, "device": [], "threads": self.threads}
         return {"error_ratio": 1.0}
 
 

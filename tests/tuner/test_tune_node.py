@@ -23,6 +23,7 @@ from autofuse.tuner.backends import CBackend
 from autofuse.tuner.benchmark_provider import BenchmarkProvider, Built
 from autofuse.tuner.cases import CheckCase
 from autofuse.tuner.outcome import JobLimits, Outcome
+from autofuse.tuner.timing import RaceResult
 from autofuse.tuner.tune_node import Job
 from autofuse.tuner.worker_process import Lost, Refused, WorkerProcess
 from tests.tuner.nodes import chain_form, matmul_form, request
@@ -64,6 +65,22 @@ def test_the_next_bucket_compiles_nothing(provider: BenchmarkProvider) -> None:
     outcome = tune(provider, (300,))
     only(outcome)  # which one it is depends on what else the machine does
     assert outcome.measurements and all(m.compile_seconds == 0.0 for m in outcome.measurements)
+
+
+class OneThread(RecordedBench):
+    """A bench whose races have one thread, since others use the cores."""
+
+    def race(self, *arguments: Any) -> RaceResult:
+        return replace(super().race(*arguments), threads=1)
+
+
+@pytest.mark.parametrize(("threads", "raced"), [(2, 1), (1, 0)])
+@pytest.mark.parametrize("us", [20.0, 80.0])
+def test_a_decision_says_that_others_used_the_cores(threads: int, raced: int, us: float) -> None:
+    bench = OneThread([Knob("a", (1,), 1, "")], {(("a", 1),): us}, 40.0)
+    decision = only(Job(request(FORM, SMALL, threads=threads), bench, LIMITS, clock=bench.clock).run())
+    assert decision.reason == ("won" if us < 40 else "no_gain") and decision.raced_threads == raced
+    assert ("on one thread, for the machine was busy" in decision.detail) == bool(raced and us < 40)
 
 
 def test_winners_of_other_buckets_make_the_first_wave() -> None:
