@@ -122,8 +122,8 @@ class Session:
         )
         self._plan_limit = PlanLimit(self.context.routers, before=self.tuning.note_leaving)
         self.roots = RootRegistry(self.context, self.kernels, self.tuning, root_backend, self._plan_cache, tools)
-        self._graph_runner = GraphRunner(self.context, self.kernels)
         self.optimizers = OptimizerHook(self.context, self.kernels, self.tuning.wait_for)
+        self._graph_runner = GraphRunner(self.context, self.kernels, self.optimizers)
 
     def start(self) -> None:
         self.context.store_thread.start()

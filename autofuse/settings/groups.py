@@ -88,7 +88,9 @@ class RunSettings(Group):
         "Use only kernels whose results equal eager's bit by bit in every check; the report says what that costs.",
     )
     graphs_in_c: bool = declare(
-        True, "Captured graphs whose kernels are settled are called from C, not from Python; for work on a CPU."
+        True,
+        "Captured graphs whose kernels are settled are called from C, not from Python, and the tensors of fused "
+        "optimizer steps are looked at in C; for work on a CPU.",
     )
     fuel: int | None = declare(
         None, "At most this many fusions, to find a wrong one by halving; none: no limit.", low=0

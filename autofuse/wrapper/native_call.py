@@ -28,6 +28,10 @@ def install(runner: Runner | None) -> None:
     _runner[:] = [] if runner is None else [runner]
 
 
+def installed() -> Runner | None:
+    return _runner[-1] if _runner else None
+
+
 def is_installed() -> bool:
     return bool(_runner)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import sysconfig
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +30,14 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8",
 _PRODUCTS = ("float32", "float64", "float16", "bfloat16")
 
 Run = Callable[[list[Any]], Any]  # takes the inputs out of the list; None where it did not run, and took none
+# Takes lists of equally many tensors: gradients, their parameters, others. Gives int64 words: for each tensor but the
+# gradients its identity, address, elements, dtype, dims and strides; then the gradients' addresses. None where one is
+# no plain strided tensor on the CPU, or a gradient has not the elements, the dtype and the strides of its parameter.
+Look = Callable[[tuple[list[Any], ...]], bytes | None]
+# Takes a list of parameters and the dict of their states. Gives lists of the parameters that have a gradient, of their
+# gradients, and of their states by name. None where a parameter or a gradient is no plain strided tensor of a real
+# dtype, or a state is not made.
+Collect = Callable[[tuple[list[Any], dict[Any, Any]]], tuple[list[Any], ...] | None]
 
 
 def runner_key(toolchain: Toolchain) -> CompileKey:
@@ -47,12 +56,24 @@ class Runner:
     def __init__(self, library: ctypes.CDLL, dtypes: Mapping[str, int]) -> None:
         self.dtypes = dtypes
         self._library = library
-        address = ctypes.cast(library.af_entry, ctypes.c_void_p).value
-        self._method = method_of(NAME, address, _METH_O, b"(inputs) -> results")
+        self._entry = self._method(NAME, library.af_entry, b"(inputs) -> results")
+        self._collect = self._method("af_collect", library.af_collect, b"((parameters, states)) -> lists")
+        look = self._method("af_look", library.af_look, b"(lists of tensors) -> words")
+        self.look: Look = new_builtin(look, None, None)
 
     def make(self, program: NativeProgram) -> Run:
-        made: Run = new_builtin(ctypes.addressof(self._method), tuple(program), None)
+        made: Run = new_builtin(self._entry, tuple(program), None)
         return made
+
+    def collect(self, *states: str) -> Collect:
+        """A function that collects these states."""
+        made: Collect = new_builtin(self._collect, ("grad", *states), None)
+        return made
+
+    @staticmethod
+    def _method(name: str, function: Any, doc: bytes) -> int:
+        """The address of the record of a function of the library."""
+        return ctypes.addressof(method_of(name, ctypes.cast(function, ctypes.c_void_p).value, _METH_O, doc))
 
 
 def load_runner(binary: bytes) -> Runner:
@@ -70,6 +91,8 @@ def load_runner(binary: bytes) -> Runner:
     library.af_setup(table)
     runner = Runner(library, dtypes)
     _prove(runner)
+    _prove_look(runner)
+    _prove_collect(runner)
     return runner
 
 
@@ -148,3 +171,44 @@ def _prove(runner: Runner) -> None:
         for one, other in zip(found, known[3:], strict=True):
             if one.stride() != other.stride() or one.dtype != other.dtype or not torch.equal(one, other):
                 raise ValueError("expected Python's results from the runner of graphs, found others")
+
+
+def _prove_look(runner: Runner) -> None:
+    """Raises ValueError where tensors are not told apart as they are."""
+    params = [torch.nn.Parameter(torch.empty(4, 3).t()), torch.nn.Parameter(torch.empty(5, dtype=torch.float64))]
+    grads, states = ([torch.empty_like(param) for param in params] for _ in range(2))
+    known: list[int] = []
+    for tensor in (*params, *states):
+        dtype = runner.dtypes[str(tensor.dtype).removeprefix("torch.")]
+        known += id(tensor), tensor.data_ptr(), tensor.numel(), dtype, tensor.dim(), *tensor.stride()
+    known += [grad.data_ptr() for grad in grads]
+    found = runner.look((grads, params, states))
+    others = (params[0], grads[0].contiguous(), grads[0].double(), grads[0][:2], grads[0].to_sparse(), None)
+    wrong = [runner.look(([other, grads[1]], params)) for other in others]
+    unequal: tuple[Any, ...] = ((grads,), (grads, params[:1]), (grads, (*params,)))
+    wrong += [*map(runner.look, unequal)]
+    if found is None or array("q", found).tolist() != known or any(answer is not None for answer in wrong):
+        raise ValueError("expected words for plain tensors alone, found others")
+
+
+def _prove_collect(runner: Runner) -> None:
+    """Raises ValueError where lists are not those that Python collects."""
+    collect = runner.collect("average", "step")
+    params = [torch.nn.Parameter(torch.empty(n)) for n in range(4)]
+    for param in params[1:]:
+        param.grad = torch.empty_like(param)
+    states = {param: {"step": torch.empty(1), "average": param.clone()} for param in (params[2], *params)}
+    having = params[1:]
+    columns = [[states[param][name] for param in having] for name in ("average", "step")]
+    known = (having, [param.grad for param in having], *columns)
+    given = (
+        (params, states),
+        ([*params, torch.nn.Parameter(torch.empty(1, dtype=torch.complex64))], states),
+        (params, {params[1]: states[params[1]]}),
+        (params, {**states, params[3]: {"step": 1}}),
+    )
+    found, *others = map(collect, given)
+    if found is None or any(answer is not None for answer in others):
+        raise ValueError("expected lists for plain tensors alone, found others")
+    if [[*map(id, listed)] for listed in found] != [[*map(id, listed)] for listed in known]:
+        raise ValueError("expected the tensors that Python collects, found others")

@@ -1,9 +1,10 @@
 """The C text of the runner: it carries out the calls of a graph that `native_build` has written down as numbers.
 
 In: nothing; the text depends on nothing, so it is compiled once for a machine and a torch. Out: ``SOURCE``, which
-exports ``af_setup`` (takes the addresses of torch's functions, `native_library`) and ``af_entry``, a METH_O function of
-Python: ``(program, objects)`` is its self, the list of a graph's inputs its argument. It returns the graph's results,
-or None where this call is Python's: a mode or a profiler is active, or an input is no plain tensor.
+exports ``af_setup`` (takes the addresses of torch's functions, `native_library`) and METH_O functions of Python.
+``af_entry`` has ``(program, objects)`` as its self and the list of a graph's inputs as its argument. It returns the
+graph's results, or None where this call is Python's: a mode or a profiler is active, or an input is no plain tensor.
+``af_look`` and ``af_collect`` are for the tensors of an optimizer's step (`native_library.Look` and ``Collect``).
 Guarantee: no header but the C library's is needed; torch is reached through its C interface for ahead-of-time compiled
 models (``aoti_torch_*``) and five functions of C++. A step that fails, or does not fit, is repeated by the Python
 callable of that step, which raises eager's errors. Values are freed at their last use.
@@ -20,12 +21,14 @@ from __future__ import annotations
 ) = range(16)  # fmt: skip
 # Words before the steps: registers, inputs, results, 1 where these are a list; then the registers of the results.
 HEAD = 4
+MOST_DIMS = 8  # of a tensor that `af_look` describes
 # What `af_setup` takes, in this order.
 FUNCTIONS = (
     "aoti_torch_get_data_ptr", "aoti_torch_get_dim", "aoti_torch_get_sizes", "aoti_torch_get_strides",
     "aoti_torch_get_dtype", "aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor",
     "aoti_torch_new_tensor_handle", "aoti_torch_delete_tensor_object",
     "aoti_torch_cpu_mm_out", "aoti_torch_cpu_addmm_out", "aoti_torch_cpu_bmm_out",
+    "aoti_torch_get_numel", "aoti_torch_get_layout", "aoti_torch_get_device_type",
     "_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb", "_ZN2at12hasCallbacksEv",
     "_ZN3c104impl23ExcludeDispatchKeyGuardC1ENS_14DispatchKeySetE", "_ZN3c104impl23ExcludeDispatchKeyGuardD1Ev",
     "_Z16THPVariable_WrapRKN2at10TensorBaseE",
@@ -50,6 +53,7 @@ extern PyObject* PyList_GetItem(PyObject*, intptr_t);
 extern intptr_t PyList_Size(PyObject*);
 extern int PyList_SetSlice(PyObject*, intptr_t, intptr_t, PyObject*);
 extern char* PyBytes_AsString(PyObject*);
+extern PyObject* PyBytes_FromStringAndSize(const char*, intptr_t);
 extern PyObject* PyObject_Vectorcall(PyObject*, PyObject* const*, size_t, PyObject*);
 extern PyObject* PySequence_GetItem(PyObject*, intptr_t);
 extern PyObject* PySequence_Tuple(PyObject*);
@@ -61,6 +65,12 @@ extern void PyErr_SetString(PyObject*, const char*);
 extern PyObject* PyExc_ValueError;
 extern PyObject _Py_NoneStruct;
 extern PyObject PyTuple_Type;
+extern PyObject PyList_Type;
+extern PyObject PyDict_Type;
+extern int PyList_Append(PyObject*, PyObject*);
+extern PyObject* PyObject_GetAttr(PyObject*, PyObject*);
+extern PyObject* PyDict_GetItemWithError(PyObject*, PyObject*);
+extern int PyDict_Next(PyObject*, intptr_t*, PyObject**, PyObject**);
 extern void* PyEval_SaveThread(void);
 extern void PyEval_RestoreThread(void*);
 
@@ -80,6 +90,9 @@ static struct {
   int32_t (*mm)(Handle, Handle, Handle);
   int32_t (*addmm)(Handle, Handle, Handle, Handle, double, double);
   int32_t (*bmm)(Handle, Handle, Handle);
+  int32_t (*numel)(Handle, word*);
+  int32_t (*layout)(Handle, int32_t*);
+  int32_t (*device)(Handle, int32_t*);
   _Bool (*any_modes)(_Bool);
   _Bool (*is_recorded)(void);
   void (*enter)(void*, uint64_t);
@@ -369,6 +382,13 @@ static int take_item(const word* w, Register* regs) {
   return 0;
 }
 
+/* None: this call is Python's. */
+static PyObject* decline(void) {
+  if (PyErr_Occurred()) return NULL;
+  Py_IncRef(&_Py_NoneStruct);
+  return &_Py_NoneStruct;
+}
+
 /* ---- a whole graph ---- */
 
 static int run(const word* w, const word* end, Register* regs, PyObject* objects, void* guard, int* is_below) {
@@ -438,14 +458,104 @@ AF_EXPORT PyObject* af_entry(PyObject* self, PyObject* list) {
   Py_DecRef(self);
   return found;
 decline:
-  if (PyErr_Occurred()) return NULL;
-  Py_IncRef(&_Py_NoneStruct);
-  return &_Py_NoneStruct;
+  return decline();
+}
+
+/* ---- the tensors of an optimizer's step ---- */
+
+/* The words of a strided tensor on the CPU: its object, address, elements, dtype, dims, strides. Their number, or 0. */
+static word describe(PyObject* object, word* out) {
+  const Handle tensor = inside(object);
+  int32_t layout, device, type;
+  word *strides, dims;
+  if (!tensor || torch_.layout(tensor, &layout) || layout || torch_.device(tensor, &device) || device) return 0;
+  if (torch_.dtype(tensor, &type) || torch_.numel(tensor, out + 2)) return 0;
+  if (torch_.dim(tensor, &dims) || dims > @MOST_DIMS@ || torch_.strides(tensor, &strides)) return 0;
+  if (torch_.data_ptr(tensor, (void**)(out + 1))) return 0;
+  out[0] = (word)object;
+  out[3] = type;
+  out[4] = dims;
+  memcpy(out + 5, strides, dims * sizeof(word));
+  return 5 + dims;
+}
+
+AF_EXPORT PyObject* af_look(PyObject* self, PyObject* lists) {
+  const word count = PyTuple_Size(lists);
+  for (word l = 0; l < count; ++l)
+    if (PyTuple_GetItem(lists, l)->type != (void*)&PyList_Type) return decline();
+  if (count < 2) return decline();
+  PyObject* const grads = PyTuple_GetItem(lists, 0);
+  const word each = PyList_Size(grads);
+  word* const words = malloc((1 + (count - 1) * each * (5 + @MOST_DIMS@) + each) * sizeof(word));
+  if (!words) return PyErr_NoMemory();
+  word used = 0, like = 0, grad[5 + @MOST_DIMS@];
+  for (word l = 1; l < count; ++l) {
+    PyObject* const list = PyTuple_GetItem(lists, l);
+    if (PyList_Size(list) != each) goto unlike;
+    for (word i = 0; i < each; ++i) {
+      const word length = describe(PyList_GetItem(list, i), words + used);
+      if (!length) goto unlike;
+      used += length;
+    }
+  }
+  for (word i = 0; i < each; ++i, like += 5 + words[like + 4]) { /* each gradient is laid out like its parameter */
+    PyObject* const object = PyList_GetItem(grads, i);
+    const word length = object->type == tensor_type ? describe(object, grad) : 0;
+    if (!length || memcmp(grad + 2, words + like + 2, (3 + words[like + 4]) * sizeof(word))) goto unlike;
+    words[used + i] = grad[1];
+  }
+  PyObject* const found = PyBytes_FromStringAndSize((const char*)words, (used + each) * sizeof(word));
+  free(words);
+  return found;
+unlike:
+  free(words);
+  return decline();
+}
+
+/* Whether a step may have this tensor: strided, and of a real dtype. */
+static int is_usual(PyObject* object) {
+  const Handle tensor = inside(object);
+  int32_t layout, type;
+  return tensor && !torch_.layout(tensor, &layout) && !layout && !torch_.dtype(tensor, &type) && plain >> type & 1;
+}
+
+/* self: "grad", then names of states. given: a list of parameters, a dict of their states. */
+AF_EXPORT PyObject* af_collect(PyObject* self, PyObject* given) {
+  PyObject *const params = PyTuple_GetItem(given, 0), *const states = PyTuple_GetItem(given, 1), *key, *state;
+  const word names = PyTuple_Size(self), each = PyList_Size(params);
+  intptr_t place = 0;
+  PyObject* const found = PyTuple_New(names + 1);
+  for (word l = 0; found && l <= names; ++l) {
+    PyObject* const list = PyList_New(0);
+    if (!list || PyTuple_SetItem(found, l, list)) goto unusual;
+  }
+  for (word i = 0; found && i < each; ++i) {
+    PyObject* const param = PyList_GetItem(params, i);
+    if (!is_usual(param)) goto unusual;
+    PyObject* const grad = PyObject_GetAttr(param, PyTuple_GetItem(self, 0));
+    const int has_grad = grad && is_usual(grad);
+    if (has_grad) PyList_Append(PyTuple_GetItem(found, 1), grad);
+    if (grad) Py_DecRef(grad);
+    if (grad == &_Py_NoneStruct) continue;
+    if (!has_grad) goto unusual;
+    /* States are mostly in the order of their parameters: then nothing is hashed. */
+    if (!PyDict_Next(states, &place, &key, &state) || key != param) state = PyDict_GetItemWithError(states, param);
+    if (!state || state->type != (void*)&PyDict_Type) goto unusual;
+    PyList_Append(PyTuple_GetItem(found, 0), param);
+    for (word l = 1; l < names; ++l) {
+      PyObject* const value = PyDict_GetItemWithError(state, PyTuple_GetItem(self, l));
+      if (!value || PyList_Append(PyTuple_GetItem(found, l + 1), value)) goto unusual;
+    }
+  }
+  return found;
+unusual:
+  Py_DecRef(found);
+  return decline();
 }
 """
 for _name, _value in {
     "BELOW": BELOW, "CALL": CALL, "ITEM": ITEM, "DROP": DROP, "KERNEL": KERNEL, "MM": MM, "ADDMM": ADDMM, "BMM": BMM,
     "VIEW": VIEW, "TURN": TURN, "SWAP": SWAP, "PERMUTE": PERMUTE, "UNSQUEEZE": UNSQUEEZE, "SELECT": SELECT,
-    "EXPAND": EXPAND, "ALIAS": ALIAS, "HEAD": HEAD,
+    "EXPAND": EXPAND, "ALIAS": ALIAS, "HEAD": HEAD, "MOST_DIMS": MOST_DIMS,
 }.items():  # fmt: skip
     SOURCE = SOURCE.replace(f"@{_name}@", str(_value))

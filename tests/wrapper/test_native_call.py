@@ -397,10 +397,11 @@ def test_without_a_runner_graphs_stay_in_python(store: str, monkeypatch: pytest.
 
     monkeypatch.setattr(graph_runner, "tell", lambda level, text: told.append(text()))
     monkeypatch.setattr(native_library, "FUNCTIONS", ("aoti_torch_no_such_name",))
-    GraphRunner(context, kernels).bring(Stored)  # type: ignore[arg-type]
+    optimizers = captured.session.optimizers
+    GraphRunner(context, kernels, optimizers).bring(Stored)  # type: ignore[arg-type]
     assert not native_call.is_installed() and len(told) == 1 and "aoti_torch_no_such_name" in told[0]
     monkeypatch.undo()
-    GraphRunner(context, kernels).bring(Stored)  # type: ignore[arg-type]
+    GraphRunner(context, kernels, optimizers).bring(Stored)  # type: ignore[arg-type]
     assert native_call.is_installed()
     for _ in range(8):
         torch.testing.assert_close(captured.call(x), function(x))

@@ -23,16 +23,19 @@ from autofuse.observer.script_modes import modes_are_active
 from autofuse.optim.algorithms import ALGORITHMS
 from autofuse.preserve_rng import untouched
 from autofuse.runtime.kernels.device_kernels import DeviceKernels
+from autofuse.runtime.optimizers.collected_lists import CollectedLists
 from autofuse.runtime.optimizers.kept_casts import casts_are_kept, keep_casts
 from autofuse.runtime.rank_agreement import group_size
 from autofuse.runtime.run_context import RunContext
 
 if TYPE_CHECKING:
     from autofuse.runtime.optimizers.router import OptimizerRouter
+    from autofuse.wrapper.native_library import Runner
 
 IMPORT_SECONDS = 0.7  # seconds to import the router's modules
 # Torch's own steps must have taken so many times as long: at a fifth of a script's time it loses a twentieth at most.
 RENT = 4.0
+MANY_STEPS = 100
 
 
 class OptimizerHook:
@@ -48,6 +51,7 @@ class OptimizerHook:
         self._originals: dict[str, Callable[..., None]] = {}
         self.spent_seconds = 0.0  # seconds in torch's own steps, while there is no router
         self._failed = False
+        self._lists = CollectedLists()
         self.router: OptimizerRouter | None = None
 
     def install(self) -> None:
@@ -64,6 +68,19 @@ class OptimizerHook:
         for name, original in self._originals.items():
             setattr(importlib.import_module(f"torch.optim.{name}"), name, original)
         self._originals = {}
+        self._lists.uninstall()
+
+    def run_in_c(self, runner: Runner) -> None:
+        """Do what steps need beside their kernels in C, from now on."""
+        from autofuse.optim.tensors import look_in_c  # with kernels of steps, which are imported late
+
+        look_in_c(runner.look)
+        self._lists.install(runner)
+
+    @property
+    def has_fused_steps(self) -> bool:
+        """Whether kernels make steps for long enough that more is done to speed them up."""
+        return self.router is not None and any(g.fused_steps >= MANY_STEPS for g in [*self.router.groups.values()])
 
     def requests(self) -> list[TuneRequest]:
         """Steps to be tuned."""
