@@ -37,8 +37,7 @@ from autofuse.runtime.graphs.plans import NATIVE_AFTER
 from autofuse.runtime.graphs.step_records import TIMED_FIRST
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
-from autofuse.wrapper import native_call
-from autofuse.wrapper.native_library import compile_runner, load_runner
+from autofuse.wrapper.native_library import compile_runner, install, load_runner
 
 SETTINGS = {
     "TUNE": "off", "QUIET": "1", "STORE": os.path.join(tempfile.mkdtemp(), "store.sqlite3"),
@@ -185,7 +184,7 @@ def main() -> int:
     began = time.monotonic()
     session = start_session(load(environ={f"AUTOFUSE_{name}": value for name, value in SETTINGS.items()}), "benchmark")
     session.kernels.choose = lambda fusion_id, values, device: choice(session, fusion_id)  # type: ignore[method-assign]
-    native_call.install(load_runner(compile_runner(find_toolchain()).binary))
+    install(load_runner(compile_runner(find_toolchain()).binary))
     rows, slower, tiny = [], [], {}
     for name in chosen(options.only, list(ROWS)):
         calls, repeats = calls_of(session, name)

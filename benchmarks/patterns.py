@@ -47,6 +47,7 @@ from torch.optim import adam, adamw
 
 from autofuse.daemon import control
 from autofuse.process.apply import keep_freed_memory
+from autofuse.runtime.optimizers.hook import MANY_STEPS
 from autofuse.runtime.session import Session
 from autofuse.sessions import start_session
 from autofuse.settings.layers import load
@@ -68,6 +69,7 @@ LEAST_ROUNDS = 11  # however long one takes: the interval of five is their whole
 SETTLE_CALLS = 900  # of autofuse, at most
 CALM_CALLS = 340  # since plans last changed: as many as it takes to confirm a gain, or to release what loses to eager
 CALM_SECONDS = 4.0  # after which fewer do
+RUNNER_SECONDS = 20.0  # in which the library in C has been compiled and loaded
 Call = Callable[[], object]
 
 
@@ -400,8 +402,12 @@ def prepare_adamw(
         step = torch.compile(whole_step, **COMPILED[contender])
     paused = run.session.context.paused_seconds
     if contender == "autofuse":
-        for _ in range(8):
+        for number in range(2 * MANY_STEPS):  # from so many on, C does what surrounds the kernel
             step()
+            if number < 8:
+                time.sleep(0.05)
+        end = time.perf_counter() + RUNNER_SECONDS
+        while not run.session.optimizers.is_in_c and time.perf_counter() < end:
             time.sleep(0.05)
         return Prepared([step], run.session.context.paused_seconds - paused, count_call(step))
     step = outside_of_the_session(step)
@@ -413,21 +419,23 @@ def prepare_adamw(
 
 
 # What `Optimizer.step` calls; a session puts its own in their place.
-_STEPS = {module: module.__dict__[name] for module, name in ((adam, "adam"), (adamw, "adamw"))}
+_STEPS: dict[Any, tuple[str, Any]] = {
+    adam: ("adam", adam.adam), adamw: ("adamw", adamw.adamw), adam.Adam: ("_init_group", adam.Adam._init_group)
+}  # fmt: skip
 
 
 def outside_of_the_session(step: Call) -> Call:
     """A step with torch's own functions in place."""
 
     def plain() -> object:
-        before = {module: module.__dict__[function.__name__] for module, function in _STEPS.items()}
-        for module, function in _STEPS.items():
-            setattr(module, function.__name__, function)
+        before = {owner: vars(owner)[name] for owner, (name, _) in _STEPS.items()}
+        for owner, (name, function) in _STEPS.items():
+            setattr(owner, name, function)
         try:
             return step()
         finally:
-            for module, function in before.items():
-                setattr(module, _STEPS[module].__name__, function)
+            for owner, function in before.items():
+                setattr(owner, _STEPS[owner][0], function)
 
     return plain
 

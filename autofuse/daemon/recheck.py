@@ -1,7 +1,7 @@
 """Decisions that this daemon races again while no script runs.
 
-Those that were undecided, mostly beside a script; those that were raced on one thread beside a script that uses more;
-old ones, for machines and what runs on them change; and those that were made for other sizes than come now.
+Those that were undecided, mostly beside a script; old ones, for machines and what runs on them change; those that were
+made for other sizes than come now; and those that were raced on one thread beside a script that uses more.
 
 In: the store. Out: the next such decision, if it is time for one.
 Guarantee: one daemon spends RECHECK_SECONDS on this at most, takes each key once, and asks the store seldom.
@@ -22,7 +22,8 @@ DAY_SECONDS = 86_400.0
 # A bucket spans a factor of two a symbol. Kernels that are best at one end of it are seldom best at the other.
 DRIFT = 1.4  # of a call's sizes, in the mean
 DRIFT_CALLS = 1000  # since the decision: fewer cost less than the race
-STANDING = ("won", "slower_live", *RACED)  # reasons of decisions that another race may change
+RACED_IN_DAEMON = ("won", *RACED)  # reasons of decisions that another race may change
+STANDING = (*RACED_IN_DAEMON, "slower_live")
 
 
 class Rechecks:
@@ -46,6 +47,8 @@ class Rechecks:
         self._clock = clock
         self._taken: set[str] = set()  # digests of keys
         self._spent = 0.0
+        # Where others always use the cores, decisions made beside them are raced again once, and then once a day.
+        self._began = time.time()
         self._look_at = float("-inf")
 
     def next(self) -> OldDecision | None:
@@ -53,9 +56,9 @@ class Rechecks:
         if not self._days or self._spent >= RECHECK_SECONDS or self._clock() < self._look_at:
             return None
         found = self._take(0.0, (UNDECIDED,), is_used=False)
-        found = found or self._take(0.0, STANDING, is_used=False, is_beside_others=True)
         found = found or self._take(self._days * DAY_SECONDS, STANDING, is_used=True)
         found = found or self._take_drifted()
+        found = found or self._take(DAY_SECONDS, RACED_IN_DAEMON, is_used=False, beside_others_since=self._began)
         if found is None:
             self._look_at = self._clock() + LOOK_SECONDS
         else:
@@ -63,7 +66,7 @@ class Rechecks:
         return found
 
     def _take(
-        self, age_seconds: float, reasons: Sequence[str], is_used: bool, is_beside_others: bool = False
+        self, age_seconds: float, reasons: Sequence[str], is_used: bool, beside_others_since: float | None = None
     ) -> OldDecision | None:
         return self._old.take(
             *self._devices,
@@ -73,7 +76,7 @@ class Rechecks:
             known=self._taken,
             kind=self._kind,
             is_used=is_used,
-            is_beside_others=is_beside_others,
+            beside_others_since=beside_others_since,
         )
 
     def _take_drifted(self) -> OldDecision | None:

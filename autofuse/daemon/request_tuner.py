@@ -264,7 +264,7 @@ def _why_again(old: OldDecision) -> str:
     if old.drift != 1.0:
         return f"because calls have {old.drift:.2f} times the sizes"
     if old.decision.raced_threads:
-        return f"on {old.request.key.threads} threads, while no script ran"
+        return "because others used the cores"
     return f"after {old.age_seconds / DAY_SECONDS:.0f} days"
 
 

@@ -49,19 +49,21 @@ class OldDecisions:
         known: Collection[str] = (),
         kind: str = "",
         is_used: bool = True,
-        is_beside_others: bool = False,
+        beside_others_since: float | None = None,
     ) -> OldDecision | None:
         """Take the most used decision of at least this age into work, the oldest among equals; None if there is none.
 
         ``devices``, ``versions``, ``kind``: as `TuneQueue.take` has them; ``reasons``: of the decisions that count;
         ``known``: digests of keys that do not; ``is_used``: only those count whose bucket a run has used since they
-        were made; ``is_beside_others``: only those that were raced on fewer threads, for others used the cores.
+        were made; ``beside_others_since``: only those that were raced on fewer threads, for others used the cores;
+        those made since that time (seconds since 1970) count at any age.
         """
         table, key = models.DecisionRow, models.DecisionKeyRow
         ours = key.versions.in_(versions) & is_one_of(key.device, devices)
-        is_old = (table.at < now() - age_seconds) & table.reason.in_(reasons)
-        if is_beside_others:
-            is_old &= table.raced_threads > 0
+        is_old = table.at < now() - age_seconds
+        if beside_others_since is not None:
+            is_old = (table.raced_threads > 0) & (is_old | (table.at >= beside_others_since))
+        is_old &= table.reason.in_(reasons)
         with self._file.read() as connection:
             rows = connection.execute(_standing(is_used).where(ours, is_old).limit(_LOOKED_AT)).all()
         for row in rows:

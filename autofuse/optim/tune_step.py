@@ -71,6 +71,12 @@ class _Raced(NamedTuple):
     comparison: Comparison
     entrant: _Entrant
     is_dropped: bool  # it left the race early, as slower than the leader: its few rounds say little against eager
+    is_slower_on_device: bool  # it takes the device longer than what the script asked for
+
+    @property
+    def place(self) -> tuple[bool, bool, float]:
+        """Candidates come in the order of their places."""
+        return self.is_slower_on_device, self.is_dropped, -self.comparison.speedup
 
 
 class StepTuning:
@@ -114,7 +120,7 @@ class StepTuning:
         if not entrants:
             found = next((m for m in self._outcome.measurements), None)
             return self._stay_eager("no_candidates", found.message if found else "")
-        return self._choose(sorted(self._race(entrants), key=lambda one: (one.is_dropped, -one.comparison.speedup)))
+        return self._choose(sorted(self._race(entrants), key=lambda raced: raced.place))
 
     def _choose(self, raced: Sequence[_Raced]) -> Outcome:
         """Decide on entrants, fastest first. Those whose bits differ cannot win; the decision says what they gain."""
@@ -241,9 +247,11 @@ class StepTuning:
         samples, device = reply["samples"], reply["device"]
         self._outcome.note_threads(reply["threads"], self._request)
         comparisons = [compare(samples[0], own) for own in samples[1:]]
+        slower = [False] * len(entrants)
         for n, own in enumerate(device[1:]):
             on_device = compare(device[0], own)
             if keeps_device_slower(on_device, self._limits.margin):
+                slower[n] = True
                 comparisons[n] = on_device  # saving host time at the cost of device time is no gain
         for c, entrant in zip(comparisons, entrants, strict=True):
             times = (c.median_us, c.eager_us, c.speedup, c.low, c.high)
@@ -252,8 +260,7 @@ class StepTuning:
                 entrant.candidate, status, (), *times, compile_key=entrant.digest, message=entrant.difference
             )
             self._outcome.measurements.append(row)
-        dropped = reply["dropped"][1:]
-        return [_Raced(*one) for one in zip(comparisons, entrants, dropped, strict=True)]
+        return [_Raced(*one) for one in zip(comparisons, entrants, reply["dropped"][1:], slower, strict=True)]
 
     def _stay_eager(self, reason: str, detail: str, comparison: Comparison | None = None) -> Outcome:
         return self._decide(comparison, Candidate(EAGER), reason, detail)

@@ -17,30 +17,15 @@ from autofuse.dynamo_skip import define
 from autofuse.wrapper.below_autograd import NAMES
 from autofuse.wrapper.graph_call import Program
 from autofuse.wrapper.native_build import NativeBuilder
-from autofuse.wrapper.native_library import Run, Runner
+from autofuse.wrapper.native_library import Run, installed
 from autofuse.wrapper.node_call import NodeCall
-
-_runner: list[Runner] = []  # of this process, the newest last; empty until `install`
-
-
-def install(runner: Runner | None) -> None:
-    """Run settled plans with this runner from now on; None: in Python."""
-    _runner[:] = [] if runner is None else [runner]
-
-
-def installed() -> Runner | None:
-    return _runner[-1] if _runner else None
-
-
-def is_installed() -> bool:
-    return bool(_runner)
 
 
 def native_call(program: Program, key: tuple[int, ...], calls: Sequence[NodeCall | None]) -> Run | None:
     """The plan's call in C; None where there is no runner, or the plan cannot be written down."""
-    if not _runner or not program.native:
+    runner = installed()
+    if runner is None or not program.native:
         return None
-    runner = _runner[-1]
     try:
         builder = NativeBuilder(runner.dtypes)
         _writer(program)(builder, key, calls)

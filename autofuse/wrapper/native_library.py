@@ -124,6 +124,19 @@ def _below_autograd() -> int:
     return keys - (1 << 64) if keys >> 63 else keys
 
 
+_runner: list[Runner] = []  # of this process, the newest last; empty until `install`
+
+
+def install(runner: Runner | None) -> None:
+    """Run settled plans with this runner from now on; None: in Python."""
+    _runner[:] = [] if runner is None else [runner]
+
+
+def installed() -> Runner | None:
+    """The runner of this process, if it has one."""
+    return _runner[-1] if _runner else None
+
+
 class _Step(NamedTuple):
     target: str
     function: Callable[..., Any]
@@ -175,7 +188,8 @@ def _prove(runner: Runner) -> None:
 
 def _prove_look(runner: Runner) -> None:
     """Raises ValueError where tensors are not told apart as they are."""
-    params = [torch.nn.Parameter(torch.empty(4, 3).t()), torch.nn.Parameter(torch.empty(5, dtype=torch.float64))]
+    single, double = ({"dtype": dtype, "device": "cpu"} for dtype in (torch.float32, torch.float64))
+    params = [torch.nn.Parameter(torch.empty(4, 3, **single).t()), torch.nn.Parameter(torch.empty(5, **double))]
     grads, states = ([torch.empty_like(param) for param in params] for _ in range(2))
     known: list[int] = []
     for tensor in (*params, *states):
@@ -194,16 +208,16 @@ def _prove_look(runner: Runner) -> None:
 def _prove_collect(runner: Runner) -> None:
     """Raises ValueError where lists are not those that Python collects."""
     collect = runner.collect("average", "step")
-    params = [torch.nn.Parameter(torch.empty(n)) for n in range(4)]
+    params = [torch.nn.Parameter(torch.empty(n, dtype=torch.float32, device="cpu")) for n in range(4)]
     for param in params[1:]:
         param.grad = torch.empty_like(param)
-    states = {param: {"step": torch.empty(1), "average": param.clone()} for param in (params[2], *params)}
+    states = {param: {"step": param.detach(), "average": param.clone()} for param in (params[2], *params)}
     having = params[1:]
     columns = [[states[param][name] for param in having] for name in ("average", "step")]
     known = (having, [param.grad for param in having], *columns)
     given = (
         (params, states),
-        ([*params, torch.nn.Parameter(torch.empty(1, dtype=torch.complex64))], states),
+        ([*params, torch.nn.Parameter(torch.empty(1, dtype=torch.complex64, device="cpu"))], states),
         (params, {params[1]: states[params[1]]}),
         (params, {**states, params[3]: {"step": 1}}),
     )

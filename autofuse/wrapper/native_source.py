@@ -530,18 +530,20 @@ AF_EXPORT PyObject* af_collect(PyObject* self, PyObject* given) {
     if (!list || PyTuple_SetItem(found, l, list)) goto unusual;
   }
   for (word i = 0; found && i < each; ++i) {
-    PyObject* const param = PyList_GetItem(params, i);
-    if (!is_usual(param)) goto unusual;
+    PyObject* const param = PyList_GetItem(params, i); /* hashing may let another thread shorten the list */
+    if (!param || !is_usual(param) || PyList_Append(PyTuple_GetItem(found, 0), param)) goto unusual;
     PyObject* const grad = PyObject_GetAttr(param, PyTuple_GetItem(self, 0));
-    const int has_grad = grad && is_usual(grad);
-    if (has_grad) PyList_Append(PyTuple_GetItem(found, 1), grad);
+    const int has_grad = grad && is_usual(grad) && !PyList_Append(PyTuple_GetItem(found, 1), grad);
     if (grad) Py_DecRef(grad);
-    if (grad == &_Py_NoneStruct) continue;
+    if (grad == &_Py_NoneStruct) {
+      const word last = PyList_Size(PyTuple_GetItem(found, 0)) - 1;
+      if (PyList_SetSlice(PyTuple_GetItem(found, 0), last, last + 1, NULL)) goto unusual;
+      continue;
+    }
     if (!has_grad) goto unusual;
     /* States are mostly in the order of their parameters: then nothing is hashed. */
     if (!PyDict_Next(states, &place, &key, &state) || key != param) state = PyDict_GetItemWithError(states, param);
     if (!state || state->type != (void*)&PyDict_Type) goto unusual;
-    PyList_Append(PyTuple_GetItem(found, 0), param);
     for (word l = 1; l < names; ++l) {
       PyObject* const value = PyDict_GetItemWithError(state, PyTuple_GetItem(self, l));
       if (!value || PyList_Append(PyTuple_GetItem(found, l + 1), value)) goto unusual;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from sqlalchemy import update
@@ -71,21 +72,31 @@ def test_what_no_run_has_used_since_stays_as_it_is(both: Store) -> None:
     assert take(both, days=-1.0) is not None
 
 
-def test_those_that_were_raced_beside_others_of_any_age_and_unused(both: Store) -> None:
-    decided(both, "a", 0)
-    decided(both, "b", 0)
-    both.results.put_decision(replace(decision("b" * 64), raced_threads=1))
+def test_those_that_were_raced_beside_others(both: Store) -> None:
+    """Unused ones too: a day old, or made since the daemon began."""
+    for name in "abc":
+        decided(both, name, 0)
+    for name in "bc":
+        both.results.put_decision(replace(decision(name * 64), raced_threads=1))
 
-    def beside_others() -> OldDecision | None:
-        return both.old_decisions.take(
-            DEVICE.key, versions=[VERSIONS], age_seconds=-DAY, reasons=WON, is_used=False, is_beside_others=True
-        )
+    def beside_others(since: float, age: float = DAY, *known: str) -> OldDecision | None:
+        digests = [request(name * 64).key.digest for name in known]
+        found = both.old_decisions.take(
+            DEVICE.key, versions=[VERSIONS], age_seconds=age, reasons=WON, is_used=False, known=digests,
+            beside_others_since=since,
+        )  # fmt: skip
+        if found is not None:
+            both.queue.finish(found.request.key, "done")
+        return found
 
-    found = beside_others()
+    assert beside_others(since=time.time() + DAY) is None, "they are an earlier daemon's, of today"
+    assert beside_others(since=time.time() + DAY, age=-DAY) is not None, "of an earlier day"
+    found = beside_others(time.time() - DAY)
     assert found is not None and found.decision == replace(decision("b" * 64), raced_threads=1)
-    both.queue.finish(found.request.key, "done")
     both.results.put_decision(decision("b" * 64))
-    assert beside_others() is None, "it has been raced on all threads since"
+    found = beside_others(time.time() - DAY)
+    assert found is not None and found.request.key.fusion_id == "c" * 64, "b has been raced on all threads since"
+    assert beside_others(time.time() - DAY, DAY, "c") is None
 
 
 def test_only_what_stands_and_was_raced(both: Store) -> None:

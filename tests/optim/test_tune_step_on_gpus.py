@@ -94,6 +94,29 @@ def test_the_devices_own_time_may_not_get_worse(worker: WorkerProcess, monkeypat
     assert outcome.decisions[0].reason == "below_margin" and outcome.kernels == []
 
 
+def test_a_leader_that_takes_the_device_longer_hides_no_good_candidate(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The race dropped torch's variants as slower than the kernel, which wins by fewer launches alone."""
+
+    class Dropping(Timed):
+        def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+            reply = super().ask(do, **arguments)
+            if do == "race_steps" and len(arguments["candidates"]) > 1:
+                kernels = [bool(candidate["binary"]) for candidate in arguments["candidates"]]
+                own = [[6e-6 if us > 4e-6 else us for us in samples] for samples in reply["samples"][1:]]
+                on_device = [samples if is_kernel else [1e-6] * 40 for is_kernel, samples in
+                             zip(kernels, reply["device"][1:], strict=True)]  # fmt: skip
+                reply["samples"][1:], reply["device"][1:] = own, on_device
+                reply["dropped"][1:] = [not is_kernel for is_kernel in kernels]
+            return reply
+
+    monkeypatch.setattr(job_module, "TRITON_KNOBS", ONE)
+    monkeypatch.setattr(Timed, "device", (2e-6, 3e-6))
+    outcome = StepTuning(request(FORM, "interpreter:test"), FORM, InterpreterBackend(), Dropping(worker), LIMITS).run()
+    assert outcome.decisions[0].reason == "won" and outcome.decisions[0].candidate.variant in ("foreach", "fused")
+
+
 @pytest.mark.parametrize(("seconds", "reason"), [(11e-6, "no_gain"), (10e-6, "below_margin"), (9.9e-6, "below_margin")])
 def test_what_is_slower_for_certain_is_told_from_what_gains_too_little(
     seconds: float, reason: str, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch

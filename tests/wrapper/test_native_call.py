@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.runtime.graphs import graph_runner, plans
 from autofuse.runtime.graphs.graph_runner import GraphRunner
-from autofuse.wrapper import native_call, native_library
+from autofuse.wrapper import native_library
 from autofuse.wrapper.native_build import NativeBuilder
 from autofuse.wrapper.native_library import Runner, compile_runner, load_runner
 from tests.codegen.test_in_place import Captured
@@ -38,9 +38,9 @@ def runner() -> Runner:
 def at_once(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans run in C from the first call on that has all kernels."""
     monkeypatch.setattr(plans, "NATIVE_AFTER", 1)
-    native_call.install(runner)
+    native_library.install(runner)
     yield
-    native_call.install(None)
+    native_library.install(None)
 
 
 @pytest.fixture
@@ -381,7 +381,7 @@ def test_products_are_torchs(runner: Runner) -> None:
 
 
 def test_without_a_runner_graphs_stay_in_python(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    native_call.install(None)
+    native_library.install(None)
     function, x = FUNCTIONS["linear"], torch.randn(16, 16)
     captured, told = Captured(function, store), []
     for _ in range(4):
@@ -399,10 +399,10 @@ def test_without_a_runner_graphs_stay_in_python(store: str, monkeypatch: pytest.
     monkeypatch.setattr(native_library, "FUNCTIONS", ("aoti_torch_no_such_name",))
     optimizers = captured.session.optimizers
     GraphRunner(context, kernels, optimizers).bring(Stored)  # type: ignore[arg-type]
-    assert not native_call.is_installed() and len(told) == 1 and "aoti_torch_no_such_name" in told[0]
+    assert native_library.installed() is None and len(told) == 1 and "aoti_torch_no_such_name" in told[0]
     monkeypatch.undo()
     GraphRunner(context, kernels, optimizers).bring(Stored)  # type: ignore[arg-type]
-    assert native_call.is_installed()
+    assert native_library.installed() is not None
     for _ in range(8):
         torch.testing.assert_close(captured.call(x), function(x))
     assert all(plan.native is not None for plan in all_plans(captured))

@@ -44,18 +44,17 @@ class GraphRunner:
             router.run_in_c()
 
     def _load(self, store: Store) -> None:
-        from autofuse.wrapper import native_call
-        from autofuse.wrapper.native_library import compile_runner, load_runner, runner_key
+        from autofuse.wrapper import native_library  # graphs have imported it, and kernels of steps
 
         toolchain = self._kernels.catalogue.toolchain
         if toolchain is None:
             return
-        runner = native_call.installed()  # of an earlier session
+        runner = native_library.installed()  # of an earlier session
         if runner is None:
-            record = store.kernels.get(runner_key(toolchain).digest)
+            record = store.kernels.get(native_library.runner_key(toolchain).digest)
             if record is None:
-                record = compile_runner(toolchain)
+                record = native_library.compile_runner(toolchain)
                 store.kernels.put(record)
-            runner = load_runner(record.binary)
-            native_call.install(runner)
+            runner = native_library.load_runner(record.binary)
+            native_library.install(runner)
         self._optimizers.run_in_c(runner)

@@ -168,6 +168,7 @@ class LiveRaces:
                 ),
                 trials=0,
                 tuning_seconds=0.0,
+                raced_threads=0,
             )
         )
 

@@ -21,7 +21,8 @@ from autofuse.ir.records import Bucket
 from autofuse.ir.shape import Dim
 from autofuse.runtime.graphs.injector import INJECTOR
 from autofuse.wrapper.graph_call import NodeSlot, Program
-from autofuse.wrapper.native_call import is_installed, native_call
+from autofuse.wrapper.native_call import native_call
+from autofuse.wrapper.native_library import installed
 from autofuse.wrapper.node_call import NodeCall, node_symbol_values
 
 # Live times of this many sampled calls are kept for each node of a plan.
@@ -198,7 +199,7 @@ class Plan:
             self.native = self._replay = scope.replay(self)
             return
         program = scope.program
-        self.native = _Waiting(program, self) if program.native and is_installed() else None
+        self.native = _Waiting(program, self) if program.native and installed() is not None else None
 
     def close(self) -> None:
         """Let go of its CUDA graph."""

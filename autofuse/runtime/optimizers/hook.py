@@ -52,6 +52,7 @@ class OptimizerHook:
         self.spent_seconds = 0.0  # seconds in torch's own steps, while there is no router
         self._failed = False
         self._lists = CollectedLists()
+        self._runner: Runner | None = None
         self.router: OptimizerRouter | None = None
 
     def install(self) -> None:
@@ -68,14 +69,19 @@ class OptimizerHook:
         for name, original in self._originals.items():
             setattr(importlib.import_module(f"torch.optim.{name}"), name, original)
         self._originals = {}
-        self._lists.uninstall()
+        self._lists.close()
+
+    @property
+    def is_in_c(self) -> bool:
+        """Whether C does what surrounds the kernels of steps."""
+        return self._lists.is_installed
 
     def run_in_c(self, runner: Runner) -> None:
-        """Do what steps need beside their kernels in C, from now on."""
-        from autofuse.optim.tensors import look_in_c  # with kernels of steps, which are imported late
-
-        look_in_c(runner.look)
-        self._lists.install(runner)
+        """Do what steps need beside their kernels in C, as soon as there are kernels."""
+        self._runner = runner
+        if self.router is not None:
+            self.router.look_in_c(runner)
+            self._lists.install(runner)
 
     @property
     def has_fused_steps(self) -> bool:
@@ -135,6 +141,8 @@ class OptimizerHook:
 
                 assert self._kernels.catalogue is not None  # imports it
                 self.router = OptimizerRouter(self._context, self._kernels, self._wait_for)
+                if self._runner is not None:
+                    self.run_in_c(self._runner)
             self._context.capture_seconds += perf_counter() - began
         except Exception as error:
             self._failed = True

@@ -23,10 +23,11 @@ from autofuse.ir.strict import is_strict
 from autofuse.job_ranks import told_ranks
 from autofuse.optim.calls import ExternCall, StepCall, make_call
 from autofuse.optim.form import DTYPES, StepForm, flags_of
-from autofuse.optim.tensors import NOT_MADE, written
+from autofuse.optim.tensors import NOT_MADE, look_in_c, written
 from autofuse.runtime.kernels.device_kernels import DeviceKernels
 from autofuse.runtime.rank_agreement import Agreement, Ranks, current_ranks, fingerprint
 from autofuse.runtime.run_context import RunContext
+from autofuse.wrapper.native_library import Runner
 
 STATIC = Bucket(())
 DEVICES = ("cpu", "cuda")
@@ -72,6 +73,11 @@ class OptimizerRouter:
         self._made: Counter[StepForm] = Counter()  # groups so far: by it ranks know each other's groups
         self._ranks: Ranks | None = None
         self._has_told = False  # that the ranks of this job cannot agree
+
+    @staticmethod
+    def look_in_c(runner: Runner) -> None:
+        """Look at the tensors of steps in C from now on."""
+        look_in_c(runner.look)
 
     def step(self, algorithm: str, original: Callable[..., None], arguments: dict[str, Any]) -> bool:
         """Make the step; False where torch must make it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from autofuse.codegen.c.build import find_toolchain
 from autofuse.runtime.optimizers import collected_lists
@@ -48,7 +50,7 @@ def watched(runner: Runner) -> Iterator[Watched]:
     lists.install(made)  # type: ignore[arg-type]
     assert torch.optim.Adam._init_group is not before
     yield made
-    lists.uninstall()
+    lists.close()
     assert torch.optim.Adam._init_group is before
 
 
@@ -213,6 +215,51 @@ def test_steps_are_torchs_to_the_bit(watched: Watched) -> None:
                 one.load_state_dict(copy.deepcopy(one.state_dict()))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert optimizer.calls == 6 and watched.answers == [False, *[True] * 5]
+
+
+def test_what_a_script_watches_is_torchs(watched: Watched) -> None:
+    """A mode sees the calls that torch makes, and may change what they find."""
+
+    class Shortens(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return function(*args, **kwargs or {})
+
+    optimizer = torch.optim.Adam(with_gradients(plain()))
+    optimizer.step()
+    with Shortens() as mode:
+        answer(optimizer)
+    assert mode.seen > 3 and watched.answers == [False]
+
+
+def test_a_hook_that_is_closed_stays_so(runner: Runner) -> None:
+    lists, before = CollectedLists(), torch.optim.Adam._init_group
+    lists.install(runner)
+    ours = torch.optim.Adam._init_group
+    theirs = functools.wraps(ours)(lambda *arguments: ours(*arguments))
+    torch.optim.Adam._init_group = theirs  # type: ignore[method-assign]
+    try:
+        lists.close()
+        assert torch.optim.Adam._init_group is theirs, "what was put over ours stays"
+        lists.install(runner)
+        assert torch.optim.Adam._init_group is theirs and not lists.is_installed
+        optimizer = torch.optim.Adam(with_gradients(plain()))
+        optimizer.step()
+        assert len(answer(optimizer)[1][0]) == 4
+    finally:
+        torch.optim.Adam._init_group = before  # type: ignore[method-assign]
+
+
+def test_the_runner_proves_itself_under_another_default_dtype() -> None:
+    binary = compile_runner(find_toolchain()).binary
+    try:
+        for dtype in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            assert load_runner(binary)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_nothing_is_kept_alive(watched: Watched) -> None:
