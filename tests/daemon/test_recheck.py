@@ -124,13 +124,14 @@ def test_what_was_raced_on_one_thread_is_raced_on_all_once_no_script_runs(
     loop: TuningLoop, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast_candidates(monkeypatch)
+    begin_rechecks(loop)
     asked = request(chain_form(10, 256), (700,), calls=1, threads=2)
     store.queue.add([asked])
     assert loop.drain(lambda done, total: None).left == 0
     before = replace(history(store, asked)[-1], raced_threads=1)
     assert before.reason == "won"
     store.results.put_decision(before)
-    begin_rechecks(loop)
+    loop._rechecks.look_again()
     while loop._has_worked():
         pass
     *_, last, again = history(store, asked)
