@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autofuse.locks import make_lock
 from autofuse.observer.script_modes import modes_are_active
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class CollectedLists:
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, Callable[..., bool], Callable[..., bool]]] = []  # class, torch's method, ours
-        self._lock = threading.Lock()  # the session may end while its background thread installs
+        self._lock = make_lock()  # the session may end while its background thread installs
         self._is_open = True
 
     def install(self, runner: Runner) -> None:
